@@ -1,9 +1,12 @@
 """Tests of group_norm alone: memory formats, views, gradients of some inputs only, a large mean, refusals."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import ridgeline
+import ridgeline.nn
 from ridgeline.op import RidgelineError
 
 pytestmark = pytest.mark.kernels
@@ -65,6 +68,41 @@ def test_some_gradients(parameters: list[torch.Tensor], device: str) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", *LAYOUTS])
+@pytest.mark.parametrize("size", [(6, 5), (150, 40)], ids=["registers", "chunks"])
+def test_silu(layout: str, size: tuple[int, int], parameters: list[torch.Tensor], device: str) -> None:
+    """SiLU in the same pass, and its gradients, also if weight or bias is missing; far from 0 it neither overflows nor
+    cancels."""
+    x = torch.randn(2, 8, *size, device=device)
+    x[0, 0, 0] = 40 * x[0, 0, 0]
+    x = x.contiguous(memory_format=LAST) if layout == "channels last" else LAYOUTS.get(layout, torch.clone)(x)
+    dy = torch.randn(x.shape, device=device)
+    w, b = parameters
+    for given in ((w, b), (w, None), (None, b)) if layout == "contiguous" else ((w, b),):
+        found = []
+        for dtype, impl in ((torch.float32, "triton"), (torch.float64, None)):
+            leaf = x.detach().to(dtype).requires_grad_()
+            numbers = [None if t is None else t.to(dtype) for t in given]
+            rest = (4, *numbers)
+            if impl is None:
+                y = torch.nn.functional.silu(ridgeline.group_norm(leaf.contiguous(), *rest, impl="torch"))
+            else:
+                y = ridgeline.group_norm(leaf, *rest, activation="silu", impl=impl)
+            wanted = [leaf, *[t for t in numbers if t is not None]]
+            found.append([y, *torch.autograd.grad(y, wanted, dy.to(dtype))])
+        (y, dx, *sums), (y64, dx64, *sums64) = found
+        torch.testing.assert_close([y.double(), dx.double()], [y64, dx64], atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close([s.double() for s in sums], sums64, atol=1e-3, rtol=1e-4)
+
+
+def test_the_module_with_silu(device: str) -> None:
+    """State dicts are torch's."""
+    ours, theirs = ridgeline.nn.GroupNorm(2, 6, activation="silu").to(device), torch.nn.GroupNorm(2, 6).to(device)
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 6, 4, device=device)
+    torch.testing.assert_close(ours(x), torch.nn.functional.silu(theirs(x)), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 3), (0, 8), (2, 8), (1, 8, 1, 1)])
 def test_empty_and_odd_sizes(shape: tuple[int, ...], parameters: list[torch.Tensor], device: str) -> None:
     y = both(torch.randn(shape, device=device), 2, *parameters)
@@ -123,7 +161,8 @@ def test_clusters(case: str, dtype: torch.dtype) -> None:
     w, b = (torch.randn(shape[1], device="cuda") for _ in range(2))
     dy = torch.randn_like(x)
     own = "cuda_cluster" if x[0].numel() > 16384 * groups else None
-    for given in ((w, b), (w.to(dtype), None), (None, None)):
+    silu = torch.nn.functional.silu
+    for given, options in product(((w, b), (w.to(dtype), None), (None, None)), ({}, {"activation": "silu"})):
         results = []
         for impl in (own, "torch", "oracle"):
             oracle = impl == "oracle"
@@ -131,11 +170,11 @@ def test_clusters(case: str, dtype: torch.dtype) -> None:
                 None if t is None else t.detach().to(torch.float64 if oracle else t.dtype).requires_grad_()
                 for t in (x, *given)
             ]
-            y = (
-                torch.group_norm(inputs[0], groups, *inputs[1:])
-                if oracle
-                else ridgeline.group_norm(inputs[0], groups, *inputs[1:], impl=impl)
-            )
+            if oracle:
+                y = torch.group_norm(inputs[0], groups, *inputs[1:])
+                y = silu(y) if options else y
+            else:
+                y = ridgeline.group_norm(inputs[0], groups, *inputs[1:], **options, impl=impl)
             wanted = [t for t in inputs if t is not None]
             results.append((y.detach(), *torch.autograd.grad(y, wanted, dy.to(y.dtype))))
         for ours, theirs, exact in zip(*results, strict=True):
@@ -143,7 +182,7 @@ def test_clusters(case: str, dtype: torch.dtype) -> None:
                 2 * (theirs - exact).norm() + torch.finfo(ours.dtype).eps * exact.norm()
             )  # few groups, so their scale is a matter of luck
             assert (ours - exact).norm() <= allowed, (given, tuple(ours.shape))
-        assert torch.equal(results[0][0], ridgeline.group_norm(x, groups, *given, impl=own))
+        assert torch.equal(results[0][0], ridgeline.group_norm(x, groups, *given, **options, impl=own))
     y = ridgeline.group_norm(x, groups, impl=own)
     one = torch.autograd.grad(y, x, torch.ones((), device="cuda", dtype=dtype).expand_as(y), retain_graph=True)[0]
     other = torch.autograd.grad(y, x, torch.ones_like(y))[0]

@@ -348,6 +348,28 @@ def topk_gate(
     Raises RidgelineError if arguments do not fit together, or if `impl` cannot run the call.
     """
 
+def binary_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    pos_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    impl: str | None = None,
+) -> torch.Tensor:
+    """The binary cross-entropy of logits, as `torch.nn.functional.binary_cross_entropy_with_logits`, in one pass.
+
+    -w (p t log sigmoid(x) + (1 - t) log(1 - sigmoid(x))), in a form that neither overflows nor cancels.
+
+    logits: floating point, any shape and strides. target: of that shape; floating point, soft or 0 and 1, or bool,
+    uint8, int32 or int64. weight, pos_weight (w and p): floating point, of a shape that broadcasts to the logits'.
+    reduction: "mean" over all elements, "sum", or "none" for a loss per element. Sums are bitwise reproducible.
+    Returns the loss in the logits' dtype; under autocast in float32, as torch's. Arithmetic is float32.
+    Gradients flow to logits and target, each in one pass; weight and pos_weight take none.
+    Raises RidgelineError if shapes, dtypes, devices or the reduction do not match the above, if weight or pos_weight
+    requires a gradient, or if `impl` cannot run the call.
+    """
+
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -826,6 +848,28 @@ def index_add(
     Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.
     """
 
+def nms(
+    boxes: torch.Tensor,
+    scores: torch.Tensor,
+    threshold: float,
+    *,
+    classes: torch.Tensor | None = None,
+    impl: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The boxes that non-maximum suppression keeps, as `torchvision.ops.nms`, or with classes as `batched_nms`.
+
+    By falling score, equal ones in their order, a box is kept unless its overlap (intersection over union) with a kept
+    box, of its own class if there are classes, is above the threshold.
+    boxes: (N, 4), floating point: left, top, right, bottom; N at most 262144 on a GPU. scores: (N,), floating point.
+    threshold: a number. classes: (N,), int64 or int32. Overlaps are computed in float32, whatever the dtype.
+    Returns (kept, count). kept: (N,), int64, the kept boxes' indices by falling score, then -1. count: (), int64, how
+    many there are. The number depends on the data, so a tensor of just that length would make the host wait: take
+    `kept[:count]` where waiting does not matter, else treat -1 as no box. There are no gradients. On a GPU it needs a
+    bit for each pair: 12.5 MB for 10,000 boxes.
+    Raises RidgelineError if shapes, dtypes, devices or the threshold do not match the above, or if `impl` cannot run
+    the call.
+    """
+
 def radix_sort(
     keys: torch.Tensor, values: torch.Tensor | None = None, *, descending: bool = False, impl: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -847,11 +891,13 @@ def repeat_kv(x: torch.Tensor, n: int, *, lengths: torch.Tensor | None = None, i
     Raises RidgelineError if an argument is none of these, or if `impl` cannot run the call.
     """
 
-def transpose(x: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
-    """x with its last two dimensions swapped, as a new contiguous tensor. Gradients flow to x.
+def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str | None = None) -> torch.Tensor:
+    """x with its dimensions in another order, as a new contiguous tensor. Gradients flow to x.
 
-    x: (..., R, C), any strides and dtype. Contiguous inputs are fastest, above all with rows of a multiple of 16 bytes.
-    Raises RidgelineError if x is not a dense tensor of two or more dimensions, or if `impl` cannot run the call.
+    x: any shape, strides and dtype. dims: x's dimensions in their new order, as for `torch.permute`, negative ones
+    counted from the end; None swaps the last two. Fastest are 32 or more contiguous bytes on both sides.
+    Raises RidgelineError if x is not a dense tensor, if it has fewer than two dimensions and `dims` is None, if `dims`
+    does not name each dimension once, or if `impl` cannot run the call.
     """
 
 def upsample_nearest2d(
@@ -1319,6 +1365,16 @@ def reduce_sum(
     run the call.
     """
 
+def sum_to(x: torch.Tensor, shape: Sequence[int], *, impl: str | None = None) -> torch.Tensor:
+    """x summed to a shape that broadcasts to x's, as `torch.Tensor.sum_to_size`. Gradients flow to x.
+
+    Sums over the leading dimensions that `shape` lacks and over those where it has 1: the gradient of a tensor of that
+    shape, from the gradient of its broadcast. If no dimension is summed, it returns a view of x.
+    x: any shape and strides. shape: sizes. Sums are in float32 for floats and in 64 bits for integers, and bitwise
+    reproducible. Returns x's dtype, or int64 for integers; under autocast float32 for halves, as torch's sum.
+    Raises RidgelineError if `shape` does not broadcast to x's shape, or if `impl` cannot run the call.
+    """
+
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,
@@ -1414,12 +1470,14 @@ def group_norm(
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     *,
+    activation: str | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Each image's groups of channels normalised to mean 0 and variance 1, as `torch.nn.functional.group_norm`.
 
     x: (images, channels, ...), floating point, in NCHW or channels_last memory without a copy. num_groups: a divisor of
     channels. weight, bias: (channels,), of any floating dtype, or None. eps: at least 0, added to a group's variance.
+    activation: None, or "silu" for u sigmoid(u) of the normalised u, in the same pass, forward and backward.
     Returns a tensor of x's shape, dtype and memory format; under autocast it is float32, as torch's is.
     Gradients flow to x, weight and bias.
     Raises RidgelineError if shapes, dtypes or devices do not fit, or if `impl` cannot run the call.

@@ -109,10 +109,17 @@ class AddLayerNorm(LayerNorm):
 
 
 class GroupNorm(nn.GroupNorm):
-    """`torch.nn.GroupNorm`, by `ridgeline.group_norm`. NCHW or channels_last; the output has the input's format."""
+    """`torch.nn.GroupNorm`, by `ridgeline.group_norm`. NCHW or channels_last; the output has the input's format.
+
+    activation="silu" applies SiLU in the same pass."""
+
+    def __init__(self, *args: Any, activation: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.activation = activation
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return ridgeline.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        options: dict[str, Any] = {"eps": self.eps, "activation": self.activation}
+        return ridgeline.group_norm(input, self.num_groups, self.weight, self.bias, **options)
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):

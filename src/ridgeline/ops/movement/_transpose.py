@@ -13,7 +13,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import launch
 from ridgeline.cuda import CudaKernel, TensorMap
 from ridgeline.op import dtype_name
-from ridgeline.ops.movement._bytes import UNITS, unit_of
+from ridgeline.ops.movement._bytes import UNITS, copied, unit_of
 
 FILE = Path(__file__).with_name("transpose.cu")
 NAIVE, TILE = CudaKernel(FILE, "transpose_naive", "PPii"), CudaKernel(FILE, "transpose_tile", "PPii")
@@ -26,24 +26,16 @@ def _tiles(x: torch.Tensor, high: int, wide: int) -> int:
     return prod(x.shape[:-2]) * -(-rows // high) * -(-columns // wide)
 
 
-def too_large(x: torch.Tensor, *_: Any) -> str | None:
-    """Why the kernels cannot take a tensor of these sizes: tiles may reach past a side, and each is a block."""
-    if max(x.shape[-2:]) <= (1 << 31) - 256 and _tiles(x, 32, 32) < 1 << 31:
-        return None
-    return "a side or the number of tiles exceeds what the kernels' integers count"
-
-
 def small(kernel: CudaKernel, layout: int, y: torch.Tensor, x: torch.Tensor) -> None:
     """Tiles of 32 x 32, one element per thread at a time."""
     launch(kernel, (_tiles(x, 32, 32),), y, x, *x.shape[-2:], block=256, UNIT=UNITS[x.element_size()], LAYOUT=layout)
 
 
 def packed(y: torch.Tensor, x: torch.Tensor) -> None:
-    """Moves the widest packs that divide rows of both. A transposed x is copied; other strides are made contiguous."""
-    if x.mT.is_contiguous():
-        y.copy_(x.mT)
+    """Moves the widest packs that divide rows of both."""
+    if 1 in x.shape[-2:]:
+        copied(y, x)
         return
-    x = x.contiguous()
     size, (rows, columns) = x.element_size(), x.shape[-2:]
     pack = unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr())
     pack = pack if pack >= 4 else size  # registers are transposed in words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -100,10 +101,10 @@ def _merged(found: list[Group]) -> list[Group]:
     return made
 
 
-def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, Group, Group, Group, Group]:
-    """x (or a copy, if it has too many dimensions), two groups of kept dimensions, and two of summed ones.
+def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[list[Group], Group, list[Group], Group]:
+    """The groups of kept dimensions and of summed ones; of each, the one with the smallest stride comes apart, last.
 
-    Of each pair, the group with the larger strides comes first. y is contiguous.
+    Both lists have at least one group. y is contiguous.
     """
     kept: list[Group] = []
     room = 1
@@ -113,13 +114,23 @@ def groups(x: torch.Tensor, dims: tuple[int, ...]) -> tuple[torch.Tensor, Group,
             room *= x.shape[d]
     added: list[Group] = [(x.shape[d], x.stride(d)) for d in dims]
     kept, added = _merged(kept), _merged(sorted(added, key=lambda group: -group[1]))
-    if len(kept) > 2 or len(added) > 2:
-        order = [d for d in range(x.dim()) if d not in dims]
-        return groups(x.permute(*order, *dims).contiguous().view(*[x.shape[d] for d in order], -1), (len(order),))
     kept.sort(key=lambda group: -group[1])
-    far: list[Group] = [(1, 0, 0)] * (2 - len(kept)) + kept
-    deep: list[Group] = [(1, 0)] * (2 - len(added)) + added
-    return x, far[0], far[1], deep[0], deep[1]
+    kept = [(1, 0, 0)] * (2 - len(kept)) + kept
+    added = [(1, 0)] * (2 - len(added)) + added
+    return kept[:-1], kept[-1], added[:-1], added[-1]
+
+
+def axes(given: Sequence[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of x that are summed."""
+    lead = len(given) - len(shape)
+    return (*range(lead), *[d for d in range(lead, len(given)) if shape[d - lead] == 1 != given[d]])
+
+
+def letters(x: torch.Tensor, shape: Sequence[int], **_: Any) -> str:
+    """A summed dimension that stays, with size 1, is whole in the result."""
+    names, summed = "abcdefghijklmnopqrstuvwxyz"[: x.dim()], axes(x.shape, shape)
+    kept = range(x.dim() - len(shape), x.dim())
+    return f"x {names} -> {''.join([names[d].upper() if d in summed else names[d] for d in kept])}"
 
 
 class Positive(Spec):

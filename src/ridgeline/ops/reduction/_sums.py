@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,14 +88,29 @@ def no_kernel(*_: Any) -> None:
 
 
 class Strides(NamedTuple):
-    """Those of x along the sums' two dimensions and the two summed ones, and those of y."""
+    """Those of x along the sums' dimensions and the summed ones, and those of y; what is a tuple is innermost first."""
 
-    x_outer: int
+    x_outer: tuple[int, ...]
     x_a: int
-    x_far: int
+    x_far: tuple[int, ...]
     x_r: int
-    y_outer: int
+    y_outer: tuple[int, ...]
     y_a: int
+    outer: tuple[int, ...]  # sizes
+    far: tuple[int, ...]
+
+
+@triton.jit
+def _place(number, sizes, steps):
+    """The offset of what has this number among dimensions of these sizes."""
+    at = number * 0
+    for d in tl.static_range(len(sizes)):
+        if d + 1 == len(sizes):
+            at += number * steps[d]
+        else:
+            at += number % sizes[d] * steps[d]
+            number = number // sizes[d]
+    return at
 
 
 @triton.jit
@@ -123,7 +139,7 @@ def _fwd(
     a = (tl.program_id(0) % tiles).to(tl.int64) * BA + tl.arange(0, BA)
     r = tl.arange(0, BR)
     a, r = (a[:, None], r[None, :]) if ROWS else (a[None, :], r[:, None])
-    x += outer * strides.x_outer + a * strides.x_a
+    x += _place(outer, strides.outer, strides.x_outer) + a * strides.x_a
     wide: tl.constexpr = tl.float32 if x.dtype.element_ty.is_floating() else tl.int64
     blocks = tl.cdiv(R, BR)
     length = tl.cdiv(steps, tl.num_programs(1))
@@ -134,14 +150,14 @@ def _fwd(
         part = tl.zeros((BA, BR // FEW) if ROWS else (BR // FEW, BA), wide)
         for step in range(some, tl.minimum(some + RUN, end)):
             at = (step % blocks).to(tl.int64) * BR + r
-            far = (step // blocks).to(tl.int64) * strides.x_far
+            far = _place((step // blocks).to(tl.int64), strides.far, strides.x_far)
             found = tl.load(x + far + at * strides.x_r, mask=(a < A) & (at < R), other=0).to(wide)
             if ROWS:
                 part += tl.sum(tl.reshape(found, (BA, BR // FEW, FEW)), 2)
             else:
                 part += tl.sum(tl.reshape(found, (FEW, BR // FEW, BA)), 0)
         total += part
-    place = outer * strides.y_outer + a * strides.y_a
+    place = _place(outer, strides.outer, strides.y_outer) + a * strides.y_a
     sums = across(total, min(16, BR // FEW), ROWS)
     if SPLIT:
         tl.store(parts + tl.program_id(1).to(tl.int64) * size + place, sums, mask=a < A)
@@ -151,7 +167,10 @@ def _fwd(
 
 def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype) -> None:
     x = x.view(torch.uint8) if x.dtype == torch.bool else x
-    x, (outer, x_outer, y_outer), (A, x_a, y_a), (far, x_far), (R, x_r) = groups(x, dims)
+    kept, (A, x_a, y_a), added, (R, x_r) = groups(x, dims)
+    sizes, x_outer, y_outer = zip(*reversed(kept), strict=True)
+    depths, x_far = zip(*reversed(added), strict=True)
+    outer, far = prod(sizes), prod(depths)
     pack = 16 // x.element_size()
     rows = A == 1 or x_r <= x_a
     gpu = device.of(x)
@@ -162,14 +181,14 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     BA, BR = (slow, fast) if rows else (fast, slow)
     warps = max(1, min(8, BA * BR // 1024))
     if rows:  # neighbours in one load
-        few = pack if x_r == 1 and all([s % pack == 0 for s in (x_outer, x_a, x_far)]) else 1
+        few = pack if x_r == 1 and all([s % pack == 0 for s in (*x_outer, x_a, *x_far)]) else 1
     else:  # rows of the tile that one thread loads
         few = max(1, BA * BR // (32 * warps * pack))
     programs, steps = outer * ceil(A, BA), far * ceil(R, BR)
     splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
-    strides = Strides(x_outer, x_a, x_far, x_r, y_outer, y_a)
+    strides = Strides(x_outer, x_a, x_far, x_r, y_outer, y_a, sizes, depths)
     launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), strides, **facts)
     if splits > 1:
         add_up(y, parts)

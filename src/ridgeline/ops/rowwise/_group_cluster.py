@@ -19,7 +19,7 @@ from ridgeline.ops.rowwise._rows import ceil, dense, key_of, power
 
 FILE = Path(__file__).with_name("group_norm.cu")
 _GROUP_FWD = CudaKernel(FILE, "group_fwd", "PPPPPPiiqqqqf")
-_GROUP_BWD = CudaKernel(FILE, "group_bwd", "PPPPPPPiiiqqqqqq")
+_GROUP_BWD = CudaKernel(FILE, "group_bwd", "PPPPPPPPiiiqqqqqq")
 
 
 @cache
@@ -110,27 +110,29 @@ def _ctype(t: torch.Tensor | None) -> str:
 
 
 def launch_fwd(
-    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float
-) -> None:
+    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float,
+    silu: bool
+) -> None:  # fmt: skip
     x, y = planes(x), planes(y)
-    types = {"YTYPE": _ctype(y), "WTYPE": _ctype(w), "BTYPE": _ctype(b)}
+    types = {"YTYPE": _ctype(y), "WTYPE": _ctype(w), "BTYPE": _ctype(b), "SILU": int(silu)}
     _cluster_launch(_GROUP_FWD, x, groups, x.shape[0], 0, (y, mean, rstd, x, dense(w), dense(b)), (y, x), eps, **types)
 
 
 def launch_bwd(
     dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int,
-    need: int
+    silu: bool, need: int
 ) -> None:  # fmt: skip
     """Runs backward in clusters, or in tiles if x and dy do not fit a cluster. A dy of another layout is copied."""
     plane = planes(x)
     if not _cluster_space(*_shape(plane, groups, dy.element_size())):
-        return _group_tiles.launch_bwd(dx, dw, db, dy, x, w, b, mean, rstd, groups, need)
+        return _group_tiles.launch_bwd(dx, dw, db, dy, x, w, b, mean, rstd, groups, silu, need)
     if _unfit(planes(dy), channels_last(plane)):
         dy = empty_in_format(x, dy.dtype).copy_(dy)
     x, dy, dx = plane, planes(dy), planes(dx) if need & 1 else None
     slots, sums, pdl = _group_tiles.slots_of(x, need)
-    types = {"YTYPE": _ctype(dy), "WTYPE": _ctype(w), "BTYPE": "void", "PDL": int(pdl)}
-    args = dy, dx, sums, x, dense(w), mean, rstd, x.shape[0]
+    b = dense(b) if silu else None
+    types = {"YTYPE": _ctype(dy), "WTYPE": _ctype(w), "BTYPE": _ctype(b), "SILU": int(silu), "PDL": int(pdl)}
+    args = dy, dx, sums, x, dense(w), b, mean, rstd, x.shape[0]
     _cluster_launch(_GROUP_BWD, x, groups, slots, dy.element_size(), args, (dx, dy, x), **types)
     _group_tiles.add_up(sums, dw, db, need)
 
@@ -145,9 +147,9 @@ def _unfit(plane: torch.Tensor, last: bool) -> bool:
     )
 
 
-def fits(x: torch.Tensor, *rest: Any) -> str | None:
-    """Why clusters cannot run a call, or None; takes a public call's arguments or a launcher's inputs (backward: 8)."""
-    backward = len(rest) == 7
+def fits(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+    """Why clusters cannot run a call, or None; takes a public call's arguments or a launcher's inputs (backward: 9)."""
+    backward = len(rest) == 8
     x, groups = rest[0] if backward else x, next(a for a in rest if isinstance(a, int))
     if any([t.dtype not in CTYPE for t in (x, *rest) if isinstance(t, torch.Tensor)]):
         return "it takes float32, float16 and bfloat16"

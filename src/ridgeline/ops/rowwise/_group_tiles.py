@@ -2,7 +2,8 @@
 
 A group is read once if it fits the registers of one program. Otherwise it is read in chunks, twice, the second time
 from L2; chunks take the variance around a first guess of the mean. A second kernel adds backward's sums over space, one
-per channel and concurrent image, in a fixed order.
+per channel and concurrent image, in a fixed order. SiLU is applied as results are stored; backward computes what it was
+applied to again, from x.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ridgeline import device, tuning
 from ridgeline.boundary import early, launch
 from ridgeline.ops.rowwise._channels import channels_last, planes
 from ridgeline.ops.rowwise._rows import ceil, dense, key_of, power
+from ridgeline.tiles.activations import silu, silu_slope
 
 
 class Results(NamedTuple):
@@ -41,6 +43,7 @@ class Saved(NamedTuple):
 
     x: Any
     w: Any
+    b: Any
     mean: Any
     rstd: Any
 
@@ -94,9 +97,19 @@ def _of(parameter, channel, mask, default: tl.constexpr):
 
 
 @triton.jit
+def _before(slope, value, weight, bias, SILU: tl.constexpr, dtype: tl.constexpr):
+    """The gradient before the activation, from that after it and the normalised value."""
+    if SILU:
+        _, rate = silu_slope(value * weight + bias, dtype)
+        slope *= rate
+    return slope
+
+
+@triton.jit
 def _fwd(
-    results, inputs, shape, eps, steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr
-):
+    results, inputs, shape, eps, steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+    SILU: tl.constexpr
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // shape.groups, group % shape.groups * shape.width
     c, place = _grid(BC, BS, FAR)
@@ -110,13 +123,16 @@ def _fwd(
     tl.store(results.mean + group, middle)
     tl.store(results.rstd + group, scale)
     result = off * scale * _of(inputs.w, channel, inside, 1.0) + _of(inputs.b, channel, inside, 0.0)
+    if SILU:
+        result = silu(result, results.y.dtype.element_ty)
     tl.store(_at(results.y, steps.y, image, first, 0, c, place), result.to(results.y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _fwd_wide(
-    results, inputs, shape, eps, steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr
-):
+    results, inputs, shape, eps, steps, FAR: tl.constexpr, BC: tl.constexpr, BS: tl.constexpr, STAGES: tl.constexpr,
+    SILU: tl.constexpr
+):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
     image, first = group // shape.groups, group % shape.groups * shape.width
     c, place = _grid(BC, BS, FAR)
@@ -147,6 +163,8 @@ def _fwd_wide(
         result = (value - guess - shift) * scale * _of(inputs.w, channel, inside, 1.0) + _of(
             inputs.b, channel, inside, 0.0
         )
+        if SILU:
+            result = silu(result, results.y.dtype.element_ty)
         tl.store(
             _at(results.y, steps.y, image, first + c0, s0, c, place), result.to(results.y.dtype.element_ty), mask=mask
         )
@@ -165,6 +183,7 @@ def _bwd(
     BC: tl.constexpr,
     BS: tl.constexpr,
     STAGES: tl.constexpr,
+    SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -173,7 +192,7 @@ def _bwd(
     c, place = _grid(BC, BS, FAR)
     inside, channel = c < shape.width, first + c
     mask, count = inside & (place < shape.size), shape.width * (shape.size * 1.0)
-    weight = _of(saved.w, channel, inside, 1.0)
+    weight, bias = _of(saved.w, channel, inside, 1.0), _of(saved.b, channel, inside, 0.0)
     whole_dw, whole_db = tl.zeros((BC, 1), tl.float32), tl.zeros((BC, 1), tl.float32)
     for turn in tl.range(slot, images, tl.num_programs(0) // shape.groups, num_stages=1):
         image = tl.full((), 0, tl.int64) + turn
@@ -182,6 +201,7 @@ def _bwd(
         value = tl.load(_at(saved.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
         slope = tl.load(_at(dy, steps.dy, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
         value = tl.where(mask, (value - middle) * scale, 0.0)
+        slope = _before(slope, value, weight, bias, SILU, dy.dtype.element_ty)
         dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
         whole_dw += dw
         whole_db += db
@@ -208,6 +228,7 @@ def _bwd_wide(
     BC: tl.constexpr,
     BS: tl.constexpr,
     STAGES: tl.constexpr,
+    SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -233,6 +254,8 @@ def _bwd_wide(
                 _at(dy, steps.dy, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
             )
             value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
+            weight, bias = _of(saved.w, channel, inside, 1.0), _of(saved.b, channel, inside, 0.0)
+            slope = _before(slope, value, weight, bias, SILU, dy.dtype.element_ty)
             some_dw, some_db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
             dw, db = tl.where(s0 == 0, some_dw, dw + some_dw), tl.where(s0 == 0, some_db, db + some_db)
             if sums is not None:  # a channel's last tile adds its sums to those of earlier images
@@ -241,7 +264,6 @@ def _bwd_wide(
                 tl.store(at, dw + tl.load(at, mask=last & later, other=0), mask=last)
                 at += shape.groups * shape.width
                 tl.store(at, db + tl.load(at, mask=last & later, other=0), mask=last)
-            weight = _of(saved.w, channel, inside, 1.0)
             slant += some_dw * weight
             level += some_db * weight
         if dx is not None:
@@ -263,8 +285,10 @@ def _bwd_wide(
                     other=0,
                     eviction_policy="evict_first",
                 )
-                value = (value.to(tl.float32) - middle) * scale
-                result = scale * (slope.to(tl.float32) * _of(saved.w, channel, inside, 1.0) - height - value * along)
+                value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
+                weight, bias = _of(saved.w, channel, inside, 1.0), _of(saved.b, channel, inside, 0.0)
+                slope = _before(slope, value, weight, bias, SILU, dy.dtype.element_ty)
+                result = scale * (slope * weight - height - value * along)
                 tl.store(_at(dx, steps.dx, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -295,14 +319,14 @@ FAR = 65535  # elements of a step beyond which a tile of 32768 elements may span
 
 def _launch(
     kernel: Any, wide: Any, x: torch.Tensor, groups: int, grid: int, args: tuple[Any, ...], steps: tuple[Any, ...],
-    *facts: float, **flags: bool
+    *facts: float, SILU: bool, **flags: bool
 ) -> None:  # fmt: skip
     """One program per image (backward: concurrent image) and group, in tiles of BC channels by BS positions."""
     _, channels, size = x.shape
     width, last, dtype, where = channels // groups, channels_last(x), x.dtype, device.of(x)
     bc, bs = power(max(width, 1)), power(max(size, 1))
     inputs, odd = 1 if kernel is _fwd else 2, (width if last else size) % 8 > 0
-    whole = bc * bs <= WHOLE[inputs]
+    whole, heavy = bc * bs <= WHOLE[inputs], SILU and dtype == torch.float32
 
     def space() -> list[tuning.Config]:
         sizes, stages = ((bc * bs,), (1,)) if whole else ((2048, 4096, 8192, 16384, 32768), (1, 2, 3))
@@ -317,10 +341,10 @@ def _launch(
         """16 values per thread.
 
         Chunks are large, so that few programs fill a multiprocessor and the cache keeps what they read again. They are
-        half as large if rows are not aligned, which needs more registers. Backward adds up after each chunk and
-        prefetches the next one meanwhile.
+        half as large if rows are not aligned, and again for SiLU in float32, which need more registers. Backward adds
+        up after each chunk and prefetches the next one meanwhile.
         """
-        tile = bc * bs if whole else 16384 // inputs // (1 + odd)
+        tile = bc * bs if whole else 16384 // inputs // (1 + odd) // (1 + heavy)
         ahead = not whole and inputs == 2 and where.backend == "cuda"
         return {
             "TILE": tile,
@@ -329,7 +353,7 @@ def _launch(
         }
 
     def config() -> dict[str, Any]:
-        key = key_of(dtype, bc, bs, "last" if last else "first", *["odd"] * odd)
+        key = key_of(dtype, bc, bs, "last" if last else "first", *["odd"] * odd, *["silu"] * SILU)
         found = dict(tuning.config(where, "group_norm", (kernel if whole else wide).__name__[1:], key, rule, space))
         tile = found.pop("TILE")
         if last:
@@ -337,17 +361,18 @@ def _launch(
         return {"BC": min(bc, max(1, tile // bs)), "BS": min(bs, tile), **found}
 
     far = max(max(s[1:]) for s in steps if s) > FAR
-    chosen, key = kernel if whole else wide, (bc, bs, last, odd)
+    chosen, key = kernel if whole else wide, (bc, bs, last, odd, SILU)
     shape = Shape(groups, width, size)
-    launch(chosen, (grid,), *args, shape, *facts, steps, config=config, key=key, FAR=far, **flags)
+    launch(chosen, (grid,), *args, shape, *facts, steps, config=config, key=key, FAR=far, SILU=SILU, **flags)
 
 
 def launch_fwd(
-    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float
-) -> None:
+    y: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, x: torch.Tensor, w: Any, b: Any, groups: int, eps: float,
+    silu: bool
+) -> None:  # fmt: skip
     x, y = planes(x), planes(y)
     args = Results(y, mean, rstd), Inputs(x, dense(w), dense(b))
-    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, args, Steps(y.stride(), x.stride()), eps)
+    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, args, Steps(y.stride(), x.stride()), eps, SILU=silu)
 
 
 def slots_of(x: torch.Tensor, need: int) -> tuple[int, torch.Tensor | None, bool]:
@@ -381,13 +406,13 @@ def add_up(sums: torch.Tensor | None, dw: Any, db: Any, need: int) -> None:
 
 def launch_bwd(
     dx: Any, dw: Any, db: Any, dy: torch.Tensor, x: torch.Tensor, w: Any, b: Any, mean: Any, rstd: Any, groups: int,
-    need: int
+    silu: bool, need: int
 ) -> None:  # fmt: skip
     """need: bit 0 for dx, 1 for dw, 2 for db; the others stay empty."""
     x, dy, dx = planes(x), planes(dy), planes(dx) if need & 1 else None
     slots, sums, pdl = slots_of(x, need)
     # A launch's first argument must be a tensor, and dx may be missing.
-    args = dy, dx, sums, Saved(x, dense(w), mean, rstd), x.shape[0]
+    args = dy, dx, sums, Saved(x, dense(w), dense(b) if silu else None, mean, rstd), x.shape[0]
     steps = BackwardSteps(None if dx is None else dx.stride(), dy.stride(), x.stride())
-    _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, steps, PDL=pdl)
+    _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, steps, SILU=silu, PDL=pdl)
     add_up(sums, dw, db, need)

@@ -5,7 +5,7 @@
 // distances from them, as Chan et al. do, so that nothing cancels; backward, sums of dy (x - mean) and of dy.
 // Macros: XTYPE of x and dx, YTYPE of y and dy, WTYPE and BTYPE of weight and bias, void if missing; LAST; WIDTH
 // channels per group, CHANNELS per band; CLUSTER; WARPS per block; ITEMS packs per thread; BLOCKS that fit a
-// multiprocessor; BACKWARD; PDL, whether the next kernel starts early.
+// multiprocessor; BACKWARD; SILU, whether results pass through it; PDL, whether the next kernel starts early.
 #include "early.cuh"
 #include "elementwise.cuh"
 #include "hopper.cuh"
@@ -68,6 +68,21 @@ __device__ inline float parameter(const P* values, int channel, float) {
     return to_float(values[channel]);
 }
 __device__ inline float parameter(const void*, int, float otherwise) { return otherwise; }
+
+// sigmoid(v) and sigmoid(-v), without subtraction, which sums of many terms would show; quick if Y is not float32.
+__device__ inline float2 shares(float v) {
+    constexpr bool exact = sizeof(Y) == 4;
+    const float e = exact ? expf(-fabsf(v)) : __expf(-fabsf(v));
+    const float near = exact ? 1.0f / (1.0f + e) : __fdividef(1.0f, 1.0f + e);
+    return v < 0 ? make_float2(e * near, near) : make_float2(near, e * near);
+}
+__device__ inline float activated(float v) { return SILU ? v * shares(v).x : v; }
+// The factor by which the activation of v changes a gradient.
+__device__ inline float rate(float v) {
+    if (!SILU) return 1.0f;
+    const float2 s = shares(v);
+    return s.x * (1.0f + v * s.y);
+}
 
 // A summary of n elements: forward, their mean, its rounding error, and the squared distances from it; backward, two
 // sums.
@@ -242,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         Pack<Y, PACK> out;
 #pragma unroll
         for (int j = 0; j < PACK; ++j)
-            from_float((to_float(pack.at[j]) - middle[j % MEANS]) * up[j % OWN] + add[j % OWN], out.at[j]);
+            from_float(activated((to_float(pack.at[j]) - middle[j % MEANS]) * up[j % OWN] + add[j % OWN]), out.at[j]);
         store(reinterpret_cast<Pack<Y, PACK>*>(y + at), out);
     });
 }
@@ -250,8 +265,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #else
 // dx and sums may be null. sums: of dy xh and of dy, (concurrent images, 2, channels).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    group_bwd(const Y* dy, X* dx, float* sums, const X* x, const WTYPE* w, const float* mean, const float* rstd,
-              int images, int groups, int size, long long dx_image, long long dx_step, long long dy_image,
+    group_bwd(const Y* dy, X* dx, float* sums, const X* x, const WTYPE* w, const BTYPE* b, const float* mean,
+              const float* rstd, int images, int groups, int size, long long dx_image, long long dx_step, long long dy_image,
               long long dy_step, long long x_image, long long x_step) {
     let_next_come();
     Place place(groups, size);
@@ -275,6 +290,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         float middle[MEANS], a[OWN] = {}, d[OWN] = {};
 #pragma unroll
         for (int j = 0; j < MEANS; ++j) middle[j] = mean[group + (place.channel + j) / WIDTH];
+        float factor[OWN], shift[OWN];  // of each channel, for what SiLU was applied to
+#pragma unroll
+        for (int j = 0; SILU && j < OWN; ++j) {
+            factor[j] = rstd[group + (place.channel + j) / WIDTH] * parameter(w, before + place.channel + j, 1.0f);
+            shift[j] = parameter(b, before + place.channel + j, 0.0f);
+        }
+        // Element j of dy, before the activation.
+        const auto earlier = [&](const Pack<Y, PACK>& slope, float off, int j) {
+            return SILU ? to_float(slope.at[j]) * rate(off * factor[j % OWN] + shift[j % OWN]) : to_float(slope.at[j]);
+        };
         cluster_sync<CLUSTER>();  // the barriers are ready, and the previous image's sums have been read
         copies_done();
         place.for_each(x_step, [&](int p, long long) {
@@ -282,8 +307,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             const Pack<Y, PACK> slope = shared.slopes[p];
 #pragma unroll
             for (int j = 0; j < PACK; ++j) {
-                a[j % OWN] += to_float(slope.at[j]) * (to_float(value.at[j]) - middle[j % MEANS]);
-                d[j % OWN] += to_float(slope.at[j]);
+                const float off = to_float(value.at[j]) - middle[j % MEANS], g = earlier(slope, off, j);
+                a[j % OWN] += g * off;
+                d[j % OWN] += g;
             }
         });
 #pragma unroll
@@ -325,7 +351,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
             for (int j = 0; j < PACK; ++j) {
                 const float off = to_float(value.at[j]) - middle[j % MEANS];
-                from_float(to_float(slope.at[j]) * up[j % OWN] + (off * along[j % MEANS] + add[j % MEANS]), pack.at[j]);
+                const float g = earlier(slope, off, j);
+                from_float(g * up[j % OWN] + (off * along[j % MEANS] + add[j % MEANS]), pack.at[j]);
             }
             store(reinterpret_cast<Pack<X, PACK>*>(out + at), pack);
         });
