@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ridgeline.translation import commands, language
+
 # Hints begin with "hint.", advice on what to try next with "next.".
 MESSAGES = {
     "passes": "every test passes",
@@ -66,5 +68,6 @@ MESSAGES = {
 
 
 def say(key: str, **facts: Any) -> str:
-    """Returns the sentence of a key with its facts filled in."""
-    return MESSAGES[key].format(**facts)
+    """Returns the sentence of a key with its facts filled in, in the language of the command line."""
+    text = MESSAGES[key]
+    return ((language() == "zh" and commands().texts.get(text)) or text).format(**facts)

@@ -1,0 +1,107 @@
+"""The sources of the site in Chinese, from those in English and the catalogues.
+
+python -m ridgeline.lab.presentation.site.chinese build/site build/site-zh
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from os.path import relpath
+from pathlib import Path, PurePosixPath
+
+from ridgeline import cli
+from ridgeline.lab import passages, translated
+from ridgeline.lab.measurement import store
+from ridgeline.lab.presentation.site.markdown import plain
+from ridgeline.op import op_modules
+from ridgeline.translation import Catalogue, commands, read
+
+FRONT = {"index": "README", "contributing": "CONTRIBUTING", "changelog": "CHANGELOG", "notes/index": "notes/README"}
+HEADINGS, MISSING = "_headings.json", "_missing.json"
+GLOSSARY = "glossary"
+LINK = re.compile(r"\[((?:[^\[\]`\n]|`[^`\n]*`)*)\]\(((?:\.\./)*)(source/[^)\s]*)\.md(#[^)\s]*)?\)")
+Missing = dict[str, Counter[str]]
+
+
+def write(source: Path, out: Path, root: Path) -> Missing:
+    """Writes the Chinese sources of the site in place of what is there; returns the messages without a translation."""
+    folder, missing, slugs = root / "docs/zh", Missing(), dict[str, list[tuple[str, str]]]()
+    shutil.rmtree(out, ignore_errors=True)
+    for path in sorted(p for p in source.rglob("*") if p.is_file()):
+        here = path.relative_to(source)
+        if here.parts[0] == "source":
+            continue
+        at = out / here
+        at.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix != ".md":
+            shutil.copy(path, at)
+            continue
+        name, text = str(here.with_suffix("")), path.read_text()
+        lacks = list[str]()
+        made = page(text, name, folder, lacks)
+        if lacks:
+            missing[name] = Counter(key for p in lacks for key in translated.unknown(p, translated.shared(folder)))
+            if not name.startswith(("ops/", "api/")) or name.endswith("/index"):
+                made = noticed(made)
+        slugs[name] = list(zip(passages.headings(made), passages.headings(text), strict=True))
+        at.write_text(to_english_sources(made, name))
+    (out / f"{GLOSSARY}.md").write_text((folder / f"{GLOSSARY}.md").read_text())
+    index = out / "index.md"
+    index.write_text(re.sub(r"^(measuring)$", rf"\1\n{GLOSSARY}", index.read_text(), count=1, flags=re.MULTILINE))
+    (out / HEADINGS).write_text(json.dumps(slugs, ensure_ascii=False))
+    (out / MISSING).write_text(json.dumps(missing, ensure_ascii=False))
+    return missing
+
+
+def page(text: str, name: str, folder: Path, missing: list[str]) -> str:
+    """Returns a page of the site in Chinese. missing: takes the passages that no catalogue holds."""
+    own, shared = own_catalogue(name, folder), translated.shared(folder)
+    if name.startswith(("index", "changelog")):
+        own, shared = Catalogue(), own | shared
+    return passages.changed(text, translated.translator(own, shared, missing))
+
+
+def own_catalogue(name: str, folder: Path) -> Catalogue:
+    """Returns what a page uses beside the catalogues of sentences: of an op's page, that of its notes."""
+    if name.startswith("cli/"):
+        return of_commands()
+    kind, _, stem = name.partition("/")
+    if kind == "ops" and stem in op_modules():
+        name = f"notes/{stem}"
+    return Catalogue.of(read(folder / f"{FRONT.get(name, name)}.po"))
+
+
+def of_commands() -> Catalogue:
+    """Returns the command line's catalogue as the pages of verbs write its texts."""
+    texts = {plain(text): plain(said) for text, said in commands().texts.items()}
+    for text, said in commands().texts.items():
+        texts[plain(text[:1].upper() + text[1:]) + "."] = plain(said) + "。"
+    for verb, (_, line) in cli.VERBS.items():
+        if said := commands().texts.get(line):
+            texts[f"[`ridgeline {verb}`]({{0}}): {plain(line)}."] = f"[`ridgeline {verb}`]({{0}})：{plain(said)}。"
+    return Catalogue(texts)
+
+
+def noticed(text: str) -> str:
+    """Returns a page with the line below its heading that says that it is not all translated."""
+    return re.sub(r"^(# .*\n)", lambda m: f"{m[1]}\n*{translated.OPEN}*\n", text, count=1, flags=re.MULTILINE)
+
+
+def to_english_sources(text: str, name: str) -> str:
+    """Returns a page whose links to pages of source code lead to the English site, which alone has them."""
+
+    def anchor(match: re.Match[str]) -> str:
+        target = relpath(match[3], PurePosixPath("zh", name).parent)
+        return f'<a class="reference internal" href="{target}.html{match[4] or ""}">{match[1]}</a>'
+
+    parts = re.split(r"(^(?:`{3})[^`{\n]*\n.*?^`{3}$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if n % 2 else LINK.sub(anchor, part) for n, part in enumerate(parts))
+
+
+if __name__ == "__main__":
+    found = write(Path(sys.argv[1]), Path(sys.argv[2]), store.HOUSE)
+    print(f"wrote {sys.argv[2]}; {sum(map(len, found.values()))} messages of {len(found)} pages are not translated")
