@@ -13,7 +13,8 @@ from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
-from myst_parser.mdit_to_docutils.base import default_slugify
+
+from ridgeline.lab.presentation.site import anchors
 
 project = "Ridgeline"
 author = "The Ridgeline authors"
@@ -60,7 +61,6 @@ HEADINGS = Path(__file__).parent / "_headings.json"
 CHINESE = HEADINGS.exists()
 headings: dict[str, list[list[str]]] = json.loads(HEADINGS.read_text()) if CHINESE else {}
 language = "zh_CN" if CHINESE else "en"
-current: list[list[str]] = []  # the headings of the page that is being read
 
 BARS = ("\u00af", "\u2015")
 TORCH = "https://docs.pytorch.org/docs/stable/"
@@ -111,23 +111,10 @@ def to_torch(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def begin_page(app: Any, name: str, source: list[str]) -> None:
-    current[:] = [[plain_heading(title), english] for title, english in headings.get(name, [])]
+    anchors.begin(headings.get(name, []))
 
 
-def plain_heading(title: str) -> str:
-    return title.replace("`", "").replace("*", "").replace("\\", "").strip()
-
-
-def slug(title: str) -> str:
-    """The anchor of a heading: that of the English one, also on a Chinese page."""
-    found = next((pair for pair in current if pair[0] == plain_heading(title)), None)
-    if found is None:
-        return default_slugify(title)
-    current.remove(found)
-    return default_slugify(plain_heading(found[1]))
-
-
-myst_heading_slug_func = slug
+myst_heading_slug_func = "ridgeline.lab.presentation.site.anchors.slug"
 
 
 def keep_anchors(app: Any, doctree: nodes.document) -> None:

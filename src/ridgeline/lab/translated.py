@@ -8,9 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from ridgeline.lab import passages
+from ridgeline.lab.measurement import store
 from ridgeline.translation import PLACE, Catalogue, read
 
 SHARED = ("common", "ops", "api", "equations")  # catalogues of sentences that many pages hold
+IDEA = re.compile(r"(<code>.*?</code>): (.*?)")
+PATTERNS = Catalogue.of(read(store.HOUSE / "docs/zh/patterns.po"))
 OPEN = "本页尚未译完，未译部分保留英文原文。"
 
 
@@ -45,7 +48,7 @@ def by_sentence(passage: str, shared: Catalogue) -> str | None:
         key, things = passages.placed(sentence)
         if not passages.worded(key):
             said.append(sentence)
-        elif (found := shared.texts.get(key)) is not None:
+        elif (found := of_sentence(key, shared)) is not None:
             said.append(filled(found, things))
         else:
             return None
@@ -55,10 +58,19 @@ def by_sentence(passage: str, shared: Catalogue) -> str | None:
     return text
 
 
+def of_sentence(key: str, shared: Catalogue) -> str | None:
+    """Returns the Chinese text of a sentence: by itself, as an implementation with its idea, or by a pattern."""
+    if (found := shared.texts.get(key)) is not None:
+        return found
+    if (idea := IDEA.fullmatch(key)) and (found := shared.texts.get(f"{idea[2][:1].upper()}{idea[2][1:]}.")):
+        return f"{idea[1]}：{found.removesuffix('。')}"
+    return PATTERNS.get(key)
+
+
 def unknown(passage: str, shared: Catalogue) -> list[str]:
     """Returns the messages of a passage's sentences that a catalogue of sentences lacks."""
     keys = [passages.placed(sentence)[0] for sentence in passages.sentences(passage)]
-    return [key for key in keys if passages.worded(key) and key not in shared.texts]
+    return [key for key in keys if passages.worded(key) and of_sentence(key, shared) is None]
 
 
 def translator(own: Catalogue, shared: Catalogue, missing: list[str] | None = None) -> Callable[[str], str]:
