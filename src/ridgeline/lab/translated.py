@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from ridgeline.lab import passages
-from ridgeline.lab.measurement import store
 from ridgeline.translation import PLACE, Catalogue, read
 
 SHARED = ("common", "ops", "api", "equations")  # catalogues of sentences that many pages hold
 IDEA = re.compile(r"(<code>.*?</code>): (.*?)")
-PATTERNS = Catalogue.of(read(store.HOUSE / "docs/zh/patterns.po"))
+FOLDER = Path(__file__).resolve().parents[3] / "docs/zh"  # of the source tree
+PATTERNS = Catalogue.of(read(FOLDER / "patterns.po"))
 OPEN = "本页尚未译完，未译部分保留英文原文。"
 
 

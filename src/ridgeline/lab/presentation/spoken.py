@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ridgeline import cli
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES
-from ridgeline.lab.analysis.lesson.wording import MESSAGES
+from ridgeline.lab.analysis.lesson.wording import MESSAGES, REASONS
 
 TO_CHINESE = "[中文](README.zh.md)"
 TO_ENGLISH = "[English](README.md)"
@@ -21,7 +21,7 @@ WHERE = ("cli.py", "select.py", "op.py", "device.py", "lab/**/*.py", "lm/**/*.py
 
 def messages(src: Path) -> list[str]:
     """Returns the messages, in order and each once."""
-    found = [*help_texts(), *MESSAGES.values(), *(p.name for e in EXERCISES.values() for p in e.probes)]
+    found = [*help_texts(), *MESSAGES.values(), *REASONS, *(p.name for e in EXERCISES.values() for p in e.probes)]
     files = [path for where in WHERE for path in sorted(src.glob(where))]
     found += [text for path in files for text in errors(path)]
     return list(dict.fromkeys(text for text in found if any(c.isalpha() for c in text)))
