@@ -84,11 +84,10 @@ def read(path: Path) -> list[Entry]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         fuzzy = line.startswith("#,") and "fuzzy" in line
         word, _, rest = line.removeprefix("#| ").partition(" ")
-        if line.startswith("#| msgid "):
-            entries.append(Entry("", was=ast.literal_eval(rest), fuzzy=True))
-            at = "was"
-        elif fuzzy:
+        if fuzzy:
             entries.append(Entry("", fuzzy=True))
+        elif line.startswith("#| msgid ") and entries:
+            entries[-1].was = ast.literal_eval(rest)
         elif word == "msgid":
             at = "source"
             if not entries or entries[-1].source or entries[-1].translation or not entries[-1].fuzzy:
@@ -108,7 +107,7 @@ def written(entries: Iterable[Entry]) -> str:
     for entry in entries:
         mark = "#, fuzzy\n" if entry.fuzzy else ""
         was = f"#| msgid {_quoted(entry.was)}\n" if entry.was else ""
-        parts.append(f"{was}{mark}msgid {_quoted(entry.source)}\nmsgstr {_quoted(entry.translation)}\n")
+        parts.append(f"{mark}{was}msgid {_quoted(entry.source)}\nmsgstr {_quoted(entry.translation)}\n")
     return "\n".join(parts)
 
 
