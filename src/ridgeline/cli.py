@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
-from ridgeline import translation
+import ridgeline.translation as translation
 from ridgeline.translation import told
 
 # verb: (module of ridgeline.lab, or a module's whole name; what the verb does, the first line of its docstring).

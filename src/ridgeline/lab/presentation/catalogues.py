@@ -107,7 +107,7 @@ def readme(root: Path) -> str:
     folder, text = root / "docs/zh", (root / "README.md").read_text()
     own = Catalogue.of(read(folder / "README.po"))
     change = translated.translator(Catalogue(), own | translated.shared(folder))
-    return passages.changed(text.replace(spoken.TO_CHINESE, spoken.TO_ENGLISH), change)
+    return passages.changed(text, change).replace(spoken.TO_CHINESE, spoken.TO_ENGLISH)
 
 
 def texts(root: Path) -> dict[Path, str]:

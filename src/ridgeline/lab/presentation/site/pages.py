@@ -25,7 +25,7 @@ BAR = {
     "How it is built": ["design", "attention", "compiler", "notes/index", "contributing", "changelog"],
 }
 Row = dict[str, Any]
-SWITCH = "[中文](README.zh.md)\n\n"  # the README's link to itself in Chinese; every page of the site has its own
+SWITCH = " [中文](README.zh.md)"  # the README's link to itself in Chinese; every page of the site has its own
 NOT_PAGES = ("ops.md", "equations.md")  # of docs/: what they hold is on the pages of ops
 
 
