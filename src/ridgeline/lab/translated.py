@@ -22,6 +22,13 @@ def filled(message: str, things: list[str]) -> str:
     return PLACE.sub(lambda place: things[int(place[1])], message)
 
 
+def figure(thing: str) -> str:
+    """Returns a figure, or a list of them, as a Chinese sentence has it; code and addresses stay."""
+    if thing.startswith("`") or "/" in thing:
+        return thing
+    return re.sub(r" in (\w+)", r"（\1）", thing.replace(" to ", " 到 ").removesuffix("'s"))
+
+
 def linked(passage: str) -> tuple[str, list[str]]:
     """Returns a passage with {0}, {1} in place of the addresses that it links to, and these addresses."""
     things = list[str]()
@@ -49,12 +56,12 @@ def by_sentence(passage: str, shared: Catalogue) -> str | None:
         if not passages.worded(key):
             said.append(sentence)
         elif (found := of_sentence(key, shared)) is not None:
-            said.append(filled(found, things))
+            said.append(filled(found, [figure(thing) for thing in things]))
         else:
             return None
     text = said[0]
     for more in said[1:]:
-        text += more if text[-1:] in "。；：？！" else f" {more}"
+        text += more if text[-1:] in "，。；：？！" else f" {more}"
     return text
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ridgeline import cli
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES
 from ridgeline.lab.analysis.lesson.wording import MESSAGES, REASONS
+from ridgeline.lab.presentation.report import chinese
 
 TO_CHINESE = "[中文](README.zh.md)"
 TO_ENGLISH = "[English](README.md)"
@@ -23,6 +24,7 @@ def messages(src: Path) -> list[str]:
     """Returns the messages, in order and each once."""
     found = [*help_texts(), *MESSAGES.values(), *REASONS, *(p.name for e in EXERCISES.values() for p in e.probes)]
     files = [path for where in WHERE for path in sorted(src.glob(where))]
+    found += [*chinese.messages(), *chinese.PARTS]
     found += [text for path in files for text in errors(path)]
     return list(dict.fromkeys(text for text in found if any(c.isalpha() for c in text)))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ridgeline.lab.analysis import roofline
 from ridgeline.lab.measurement import results, store
-from ridgeline.lab.presentation.report import measure, page, view
+from ridgeline.lab.presentation.report import chinese, measure, page, view
 from ridgeline.lab.presentation.report.budget import MINUTES, QUICK_MINUTES, Budget
 from ridgeline.lab.presentation.report.measure import say
 from ridgeline.lab.presentation.report.view import Source
@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
         import_module(needed)  # a missing package is an error now, not after minutes of measuring
     _writable(out)
     gathered = _recorded(options.run) if options.run else _measured(options.quick, budget)
-    roofline.write(out, page.render(**gathered).encode())
+    roofline.write(out, chinese.spoken(page.render(**gathered)).encode())
     print(out)
     return 0
 
