@@ -127,7 +127,7 @@ def keep_anchors(app: Any, doctree: nodes.document) -> None:
 
 def switch_language(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """A link to the same page in the other language: in the side bar, and on top of the page."""
-    there = f"{name}.html" if not name.startswith("source/") and name != "glossary" else "index.html"
+    there = f"{name}.html" if not name.startswith("source/") else "index.html"
     place = PurePosixPath("zh", name).parent if CHINESE else PurePosixPath(name).parent
     context["other_page"] = address = relpath(there if CHINESE else f"zh/{there}", place)
     context["other_lang"], context["other_name"] = ("en", "English") if CHINESE else ("zh-CN", "中文")

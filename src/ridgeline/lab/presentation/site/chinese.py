@@ -42,16 +42,13 @@ def write(source: Path, out: Path, root: Path) -> Missing:
             continue
         name, text = str(here.with_suffix("")), path.read_text()
         lacks = list[str]()
-        made = page(text, name, folder, lacks)
+        made = text if name == GLOSSARY else page(text, name, folder, lacks)
         if lacks:
             missing[name] = Counter(key for p in lacks for key in translated.unknown(p, translated.shared(folder)))
             if not name.startswith(("ops/", "api/")) or name.endswith("/index"):
                 made = noticed(made)
         slugs[name] = list(zip(passages.headings(made), passages.headings(text), strict=True))
         at.write_text(to_english_sources(made, name))
-    (out / f"{GLOSSARY}.md").write_text((folder / f"{GLOSSARY}.md").read_text())
-    index = out / "index.md"
-    index.write_text(re.sub(r"^(measuring)$", rf"\1\n{GLOSSARY}", index.read_text(), count=1, flags=re.MULTILINE))
     (out / HEADINGS).write_text(json.dumps(slugs, ensure_ascii=False))
     (out / MISSING).write_text(json.dumps(missing, ensure_ascii=False))
     return missing

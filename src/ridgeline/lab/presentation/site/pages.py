@@ -80,7 +80,7 @@ def by_hand(root: Path, links: Links) -> dict[str, str]:
     for path in (*files, *sorted((root / "docs").glob("**/*.md"))):
         here = PurePosixPath(path.relative_to(root))
         own = here.parent == PurePosixPath("docs/notes") and here.stem in links.ops
-        chinese = here.parts[:2] == ("docs", "zh")
+        chinese = here.parts[:2] == ("docs", "zh") and here.name != "glossary.md"
         if own or chinese or (here.parent == PurePosixPath("docs") and here.name in NOT_PAGES):
             continue
         page = links.place(here)[0]
