@@ -11,6 +11,7 @@ from ridgeline.lab import passages
 from ridgeline.translation import PLACE, Catalogue, read
 
 SHARED = ("common", "ops", "api", "equations")  # catalogues of sentences that many pages hold
+ITEM = re.compile(r"(?=\[(?:\w|\{0\})+\]\(\{([01])\}\))\[\S+\]\(\{[01]\}\): (.+)")  # a link, and what it leads to
 IDEA = re.compile(r"(<code>.*?</code>): (.*?)")
 FOLDER = Path(__file__).resolve().parents[3] / "docs/zh"  # of the source tree
 PATTERNS = Catalogue.of(read(FOLDER / "patterns.po"))
@@ -69,9 +70,16 @@ def of_sentence(key: str, shared: Catalogue) -> str | None:
     """Returns the Chinese text of a sentence: by itself, as an implementation with its idea, or by a pattern."""
     if (found := shared.texts.get(key)) is not None:
         return found
+    if (item := ITEM.fullmatch(key)) and (found := of_sentence(shifted(item[2], -int(item[1]) - 1), shared)) is not None:
+        return f"{key[: item.start(2) - 2]}：{shifted(found, int(item[1]) + 1)}"
     if (idea := IDEA.fullmatch(key)) and (found := shared.texts.get(f"{idea[2][:1].upper()}{idea[2][1:]}.")):
         return f"{idea[1]}：{found.removesuffix('。')}"
     return PATTERNS.get(key)
+
+
+def shifted(message: str, by: int) -> str:
+    """Returns a message with the numbers of its places moved."""
+    return PLACE.sub(lambda place: f"{{{int(place[1]) + by}}}", message)
 
 
 def unknown(passage: str, shared: Catalogue) -> list[str]:
