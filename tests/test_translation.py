@@ -40,7 +40,9 @@ def test_a_page_is_as_translated_as_declared(name: str) -> None:
     found = catalogues.state(wanted, read(FOLDER / f"{name}.po"))
     declared = catalogues.declared(FOLDER)
     assert name in declared, f"{name} is not in docs/zh/{catalogues.LIST}; run: make zh"
-    assert len(found.missing) == declared[name], f"run: make zh, then translate in docs/zh/{name}.po: {found.missing[:5]}"
+    assert len(found.missing) == declared[name], (
+        f"run: make zh, then translate in docs/zh/{name}.po: {found.missing[:5]}"
+    )
     assert not found.stale, f"run: make zh; docs/zh/{name}.po holds what the page no longer says: {found.stale[:5]}"
     assert not found.fuzzy, f"look at these in docs/zh/{name}.po, and delete their mark: {found.fuzzy[:5]}"
 
@@ -88,13 +90,13 @@ def test_translations_keep_places_and_code() -> None:
             *re.findall(r"\{[a-z]\w*\}", there)
         }:
             wrong.append(f"{path}: places differ: {here[:80]}")
-        for piece in set(re.findall(r"`[^`]+`", here)) - set(re.findall(r"`[^`]+`", there)):
-            wrong.append(f"{path}: {piece} is missing: {there[:80]}")
+        missing = set(re.findall(r"`[^`]+`", here)) - set(re.findall(r"`[^`]+`", there))
+        wrong += [f"{path}: {piece} is missing: {there[:80]}" for piece in missing]
     assert not wrong, "\n".join(wrong)
 
 
 def test_a_catalogue_is_read_as_written(tmp_path: Path) -> None:
-    some = [Entry("a \"b\" \\ c\nd", "甲"), Entry("new", "旧", fuzzy=True, was="old"), Entry("none")]
+    some = [Entry('a "b" \\ c\nd', "甲"), Entry("new", "旧", fuzzy=True, was="old"), Entry("none")]
     path = tmp_path / "a.po"
     path.write_text(written(some))
     assert read(path) == some
@@ -119,7 +121,7 @@ def test_markdown_is_cut_into_what_is_read() -> None:
     assert list(passages.passages(text)) == [*wanted, "The list", "What it does."]
     assert passages.changed(text, lambda said: said).split() == text.split()
     upper = passages.changed(text, str.upper)
-    assert "code here stays" in upper and "x is code" in upper and "<!-- a mark -->" in upper
+    assert all(kept in upper for kept in ("code here stays", "x is code", "<!-- a mark -->"))
     assert passages.headings(text) == ["A head"]
 
 
@@ -152,7 +154,8 @@ def english_after() -> object:
 def test_help_in_chinese(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "列出算子及其实现" in printed and "list the ops" not in printed
+    assert "列出算子及其实现" in printed
+    assert "list the ops" not in printed
 
 
 @pytest.mark.usefixtures("english_after")
@@ -183,7 +186,9 @@ def test_the_hints_of_a_wrong_kernel_in_chinese(tmp_path: Path) -> None:
     """The kernel that lesson 3 starts from passes one test and fails four, each with its hint."""
     lesson = (ROOT / "docs/lessons/03.md").read_text()
     path = tmp_path / "my_kernel.py"
-    path.write_text(next(block for block in re.findall(r"```python\n(.*?)```", lesson, re.DOTALL) if "def gelu" in block))
+    path.write_text(
+        next(block for block in re.findall(r"```python\n(.*?)```", lesson, re.DOTALL) if "def gelu" in block)
+    )
     command = [sys.executable, "-m", "ridgeline", "lesson", "3", "--check", str(path), "--lang", "zh"]
     printed = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout
     assert "5 项测试中有 4 项失败" in printed
@@ -194,4 +199,5 @@ def test_the_hints_of_a_wrong_kernel_in_chinese(tmp_path: Path) -> None:
 def test_what_the_law_says_is_in_the_catalogue() -> None:
     for where in ("form", "nonfinite", "unequal", "rows"):
         reason = Verdict({"out": Finding(3.0, 1.0, where)}, {}).reason()
-        assert reason and any(translation.pattern(text).fullmatch(reason) for text in REASONS), reason
+        assert reason
+        assert any(translation.pattern(text).fullmatch(reason) for text in REASONS), reason

@@ -1,7 +1,7 @@
 """Message catalogues in gettext's .po format, and the language that the command line speaks.
 
-English is the source and the default. A message may hold places such as {0}: what stands there in an English text is put
-into the translation. Nothing here imports more than the standard library, and a catalogue is read at its first use.
+English is the source and the default. A message may hold places such as {0}: what stands there in an English text is
+put into the translation. Nothing here imports more than the standard library. A catalogue is read at its first use.
 """
 
 from __future__ import annotations

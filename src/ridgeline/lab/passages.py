@@ -9,7 +9,9 @@ FENCE = re.compile(r"^(\s*)(`{3,}|:{3,})(.*)$")
 ITEM = re.compile(r"^(\s*)([-*+]|\d+\.)(\s+)(?=\S)")
 HEADING = re.compile(r"^(#+ +)(.*)$")
 OPENED = ("{py:", "{note}", "{tip}", "{warning}")  # directives that hold Markdown
-ELEMENT = re.compile(r"(<(?P<tag>p|h3|summary|figcaption|span|small)\b[^>]*>)(?P<text>(?:(?!</?(?P=tag)\b).)*)(</(?P=tag)>)")
+ELEMENT = re.compile(
+    r"(<(?P<tag>p|h3|summary|figcaption|span|small)\b[^>]*>)(?P<text>(?:(?!</?(?P=tag)\b).)*)(</(?P=tag)>)"
+)
 LABEL = re.compile(r'((?:aria-label|title)=")([^"]*)(")')
 CODE = re.compile(r"`+[^`]*`+|\$[^$]+\$|\]\([^)\s]*\)|<[^>]*>|&\w+;")
 # Names that are the same in every language.

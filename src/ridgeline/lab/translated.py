@@ -70,7 +70,9 @@ def of_sentence(key: str, shared: Catalogue) -> str | None:
     """Returns the Chinese text of a sentence: by itself, as an implementation with its idea, or by a pattern."""
     if (found := shared.texts.get(key)) is not None:
         return found
-    if (item := ITEM.fullmatch(key)) and (found := of_sentence(shifted(item[2], -int(item[1]) - 1), shared)) is not None:
+    if (item := ITEM.fullmatch(key)) and (
+        found := of_sentence(shifted(item[2], -int(item[1]) - 1), shared)
+    ) is not None:
         return f"{key[: item.start(2) - 2]}：{shifted(found, int(item[1]) + 1)}"
     if (idea := IDEA.fullmatch(key)) and (found := shared.texts.get(f"{idea[2][:1].upper()}{idea[2][1:]}.")):
         return f"{idea[1]}：{found.removesuffix('。')}"

@@ -1,6 +1,6 @@
 """The catalogues of the Chinese pages: what they must hold, and how much of it they hold.
 
-python -m ridgeline.lab.presentation.catalogues            brings docs/zh/*.po, docs/zh/pages.txt and README.zh.md up to date
+python -m ridgeline.lab.presentation.catalogues            brings docs/zh/ and README.zh.md up to date
 python -m ridgeline.lab.presentation.catalogues --check    names what is not; exit code 1 if there is anything
 """
 
@@ -113,8 +113,8 @@ def readme(root: Path) -> str:
 def texts(root: Path) -> dict[Path, str]:
     """Returns the files of the Chinese pages as they should be, but for the catalogues of sentences.
 
-    A page that is declared translated stays so, whatever it lacks: the tests then name what it lacks. To declare it open,
-    delete its line from the list.
+    A page that is declared translated stays so, whatever it lacks: the tests then name what it lacks. To declare it
+    open, delete its line from the list.
     """
     folder, made, counts = root / "docs/zh", dict[Path, str](), dict[str, int]()
     known = declared(folder)

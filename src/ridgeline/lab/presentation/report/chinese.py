@@ -9,7 +9,10 @@ from ridgeline.translation import language, told
 
 HERE = Path(__file__).parent
 # Elements whose content is one message; those of the frame hold no others of these.
-ELEMENT = re.compile(r"(<(?P<tag>p|h1|h2|h3|dt|dd|th|a|b|summary|noscript)\b[^>]*>)(?P<text>(?:(?!</?(?P=tag)\b).)*?)(</(?P=tag)>)", re.DOTALL)
+ELEMENT = re.compile(
+    r"(<(?P<tag>p|h1|h2|h3|dt|dd|th|a|b|summary|noscript)\b[^>]*>)(?P<text>(?:(?!</?(?P=tag)\b).)*?)(</(?P=tag)>)",
+    re.DOTALL,
+)
 SCRIPT = re.compile(r"(<(?:script|style)\b.*?</(?:script|style)>)", re.DOTALL)
 WORDS = re.compile(r"[A-Za-z]{3}")
 # Parts of sentences that the page is built from.
@@ -30,6 +33,15 @@ PARTS = (
     "{0} of {1} results outside tolerance",
     "{0}, {1} of memory, no GPU; PyTorch {2}, Triton {3}",
     "{0}, {1} of memory; PyTorch {2}, Triton {3}",
+    "{0}Ridgeline report",
+    "{0}: Ridgeline's kernels run at {1} of the hardware's limit, {2} as fast as the best alternative.",
+    "{0} Medians over {1} benchmark cases, each with its fastest kernel. Limit: the fastest possible time at the "
+    "bandwidth and FLOP/s measured on this GPU. Alternatives: PyTorch, torch.compile and other packages.",
+    "memory bandwidth of a copy; {0} to read and {1} to write",
+    "{0} matrix product, {1}",
+    "ridge point: memory limits work below it, arithmetic above",
+    "an empty kernel",
+    "{0} of Ridgeline's, {1} of alternatives: their results were wrong, or they raised an error",
     "Limits measured on {0}",
     "Limits measured on this machine",
 )

@@ -78,8 +78,8 @@ def of_commands() -> Catalogue:
     for text, said in commands().texts.items():
         texts[plain(text[:1].upper() + text[1:]) + "."] = plain(said) + "。"
     for verb, (_, line) in cli.VERBS.items():
-        if said := commands().texts.get(line):
-            texts[f"[`ridgeline {verb}`]({{0}}): {plain(line)}."] = f"[`ridgeline {verb}`]({{0}})：{plain(said)}。"
+        if found := commands().texts.get(line):
+            texts[f"[`ridgeline {verb}`]({{0}}): {plain(line)}."] = f"[`ridgeline {verb}`]({{0}})：{plain(found)}。"
     return Catalogue(texts)
 
 
