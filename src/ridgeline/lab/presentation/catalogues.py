@@ -19,6 +19,7 @@ from ridgeline.translation import Catalogue, Entry, read, written
 ALIKE = 0.75  # how alike an old message must be for its translation to be offered for a new one
 SENTENCES = ("README", "CHANGELOG", "equations")  # pages written or changed by machine: sentence by sentence
 LIST = "pages.txt"
+GENERATED = ("ops/*", "api/*", "cli/*", "measured/*")  # an op's page without its notes, which are pages of their own
 HEAD = "# 每页的翻译状态：translated 为译完，open 后为尚缺的条数。由 make zh 更新。\n"
 
 
@@ -129,7 +130,7 @@ def texts(root: Path) -> dict[Path, str]:
     own = root / "src/ridgeline/locale/zh.po"
     made[own] = written(merged(spoken.messages(root / "src/ridgeline"), read(own)))
     made[root / "README.zh.md"] = readme(root)
-    made[folder / LIST] = listed(counts | {k: n for k, n in known.items() if k.endswith("/*")})
+    made[folder / LIST] = listed(counts | {k: n for k, n in known.items() if k in GENERATED})
     return made
 
 

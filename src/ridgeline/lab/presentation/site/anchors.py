@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 current: list[tuple[str, str]] = []  # of the page that is being read: its headings, and what the English ones are
 
 
@@ -12,13 +14,16 @@ def begin(headings: list[list[str]]) -> None:
 
 def slug(title: str) -> str:
     """Returns the anchor of a heading."""
-    from myst_parser.mdit_to_docutils.base import default_slugify  # type: ignore[import-not-found]
-
     found = next((pair for pair in current if pair[0] == _bare(title)), None)
     if found is None:
-        return str(default_slugify(title))
+        return slugified(title)
     current.remove(found)
-    return str(default_slugify(found[1]))
+    return slugified(found[1])
+
+
+def slugified(title: str) -> str:
+    """Returns the anchor that MyST makes of a heading, as GitHub does."""
+    return re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
 
 
 def _bare(title: str) -> str:

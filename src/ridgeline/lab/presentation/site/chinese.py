@@ -10,6 +10,8 @@ import re
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import cache
 from os.path import relpath
 from pathlib import Path, PurePosixPath
 
@@ -24,6 +26,11 @@ FRONT = {"index": "README", "contributing": "CONTRIBUTING", "changelog": "CHANGE
 HEADINGS, MISSING = "_headings.json", "_missing.json"
 GLOSSARY = "glossary"
 LINK = re.compile(r"\[((?:[^\[\]`\n]|`[^`\n]*`)*)\]\(((?:\.\./)*)(source/[^)\s]*)\.md(#[^)\s]*)?\)")
+# What stays: a case's name, a list of links to ops, and an op's formula.
+CASE = re.compile(
+    r"(?:<small>|NVIDIA |(?:rows|columns|middle) (?:of )?)*\{0\}(?:[^.:;]|&gt;)*"
+    r"|(?:\[[\w{}]+\]\(\{\d+\}\)[:, ]*)+(?:y = [^ ]+ [^ ]+ [^ ]+)?"
+)
 Missing = dict[str, Counter[str]]
 
 
@@ -44,7 +51,8 @@ def write(source: Path, out: Path, root: Path) -> Missing:
         lacks = list[str]()
         made = text if name == GLOSSARY else page(text, name, folder, lacks)
         if lacks:
-            missing[name] = Counter(key for p in lacks for key in translated.unknown(p, translated.shared(folder)))
+            keys = [key for p in lacks for key in translated.unknown(p, translated.shared(folder))]
+            missing[name] = Counter(key for key in keys if not CASE.fullmatch(key))
             if not name.startswith(("ops/", "api/")) or name.endswith("/index"):
                 made = noticed(made)
         slugs[name] = list(zip(passages.headings(made), passages.headings(text), strict=True))
@@ -59,7 +67,24 @@ def page(text: str, name: str, folder: Path, missing: list[str]) -> str:
     own, shared = own_catalogue(name, folder), translated.shared(folder)
     if name.startswith(("index", "changelog")):
         own, shared = Catalogue(), own | shared
-    return passages.changed(text, translated.translator(own, shared, missing))
+    change = translated.translator(own, shared, missing)
+    return passages.changed(text, with_default(change) if name.startswith("cli/") else change)
+
+
+def with_default(change: Callable[[str], str]) -> Callable[[str], str]:
+    """Returns a change of an option's text that leaves what stands behind it: its default, or that it is required."""
+
+    def changed(passage: str) -> str:
+        if item := re.fullmatch(r"(\[`[^`]+`\]\([^)]*\)): (.+?)\.", passage):
+            return f"{item[1]}：{change(item[2])}。"
+        text, default, given, required = re.fullmatch(
+            r"(.*?)( \(default: ((?:[^()]|\([^()]*\))*)\)| (\(required\)))?", passage, re.DOTALL
+        ).groups()  # type: ignore[union-attr]
+        if not default or f"{text}{default}" in of_commands().texts:
+            return change(passage)
+        return change(text) + ("（必需）" if required else f"（默认：{given}）")
+
+    return changed
 
 
 def own_catalogue(name: str, folder: Path) -> Catalogue:
@@ -72,6 +97,7 @@ def own_catalogue(name: str, folder: Path) -> Catalogue:
     return Catalogue.of(read(folder / f"{FRONT.get(name, name)}.po"))
 
 
+@cache
 def of_commands() -> Catalogue:
     """Returns the command line's catalogue as the pages of verbs write its texts."""
     texts = {plain(text): plain(said) for text, said in commands().texts.items()}
