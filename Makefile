@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup report test test-gpu test-hf test-tritons sanitize lint types format pyi readme compiled docs test-docs dist hooks clean browser
+.PHONY: help setup report test test-gpu test-hf test-tritons sanitize lint types format pyi readme compiled zh docs test-docs dist hooks clean browser
 
 PYTHON ?= python3
 # Processes that run tests side by side.
@@ -125,13 +125,18 @@ pyi: $(READY) ## write src/ridgeline/__init__.pyi, which tells editors of every 
 readme: $(READY) ## write the README's figures, docs/ops.md, docs/measured/ and the pictures from results/ and the registry
 	$(PY) -m ridgeline.lab.presentation.readme
 
+zh: $(READY) ## bring the Chinese catalogues, docs/zh/pages.txt and README.zh.md up to date; then translate what is open
+	$(PY) -m ridgeline.lab.presentation.catalogues
+
 compiled: $(READY) ## compile the kernels whose figures in results/compiled/ are not current, and record them
 	$(PY) -m ridgeline.lab.presentation.site.compiled
 
-docs: $(READY) build/sphinx/.ready ## build the site into site/; it needs no network, and no server
+docs: $(READY) build/sphinx/.ready ## build the site into site/, in Chinese below site/zh/; it needs no network, and no server
 	$(PY) -m ridgeline.lab.presentation.site --out build/site
+	$(PY) -m ridgeline.lab.presentation.site.chinese build/site build/site-zh
 	@rm -rf site
 	PYTHONPATH=build/sphinx $(PY) -m sphinx -W --keep-going -q -j $(JOBS) -d build/site-trees build/site site
+	PYTHONPATH=build/sphinx $(PY) -m sphinx -W --keep-going -q -j $(JOBS) -d build/site-trees-zh build/site-zh site/zh
 	@echo "The site: file://$(CURDIR)/site/index.html"
 
 test-docs: docs browser build/transformers-$(lastword $(TRANSFORMERS))/.ready ## build the site; run its code, check its links, open its pages in a browser

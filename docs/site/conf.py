@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
+from os.path import relpath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from docutils import nodes
 from latex2mathml.converter import convert
+
+from ridgeline.lab.presentation.site import anchors
 
 project = "Ridgeline"
 author = "The Ridgeline authors"
@@ -29,6 +33,17 @@ toc_object_entries = False
 
 html_theme = "furo"
 html_title = "Ridgeline"
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/language.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+templates_path = ["_site/templates"]
 html_static_path = ["_site/static"]
 html_css_files = ["site.css"]
 html_copy_source = False
@@ -40,6 +55,12 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 html_math_renderer = "mathml"
 copybutton_prompt_text = "$ "
+
+# The sources in Chinese come with the English headings of their pages: anchors are the same in both languages.
+HEADINGS = Path(__file__).parent / "_headings.json"
+CHINESE = HEADINGS.exists()
+headings: dict[str, list[list[str]]] = json.loads(HEADINGS.read_text()) if CHINESE else {}
+language = "zh_CN" if CHINESE else "en"
 
 BARS = ("\u00af", "\u2015")
 TORCH = "https://docs.pytorch.org/docs/stable/"
@@ -89,6 +110,32 @@ def to_torch(app: Any, env: Any, node: Any, content: Any) -> Any:
     return nodes.reference("", "", content, internal=False, refuri=address, reftitle=target)
 
 
+def begin_page(app: Any, name: str, source: list[str]) -> None:
+    anchors.begin(headings.get(name, []))
+
+
+myst_heading_slug_func = "ridgeline.lab.presentation.site.anchors.slug"
+
+
+def keep_anchors(app: Any, doctree: nodes.document) -> None:
+    """Gives the sections of a Chinese page the names that the English page's have."""
+    for section in doctree.findall(nodes.section) if CHINESE else ():
+        name = section.get("slug")
+        if name and name not in section["ids"]:
+            section["ids"].append(name)
+
+
+def switch_language(app: Any, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """A link to the same page in the other language: in the side bar, and on top of the page."""
+    there = f"{name}.html" if not name.startswith("source/") else "index.html"
+    place = PurePosixPath("zh", name).parent if CHINESE else PurePosixPath(name).parent
+    context["other_page"] = address = relpath(there if CHINESE else f"zh/{there}", place)
+    context["other_lang"], context["other_name"] = ("en", "English") if CHINESE else ("zh-CN", "中文")
+    if "body" in context:
+        link = f'<a href="{address}" lang="{context["other_lang"]}">{context["other_name"]}</a>'
+        context["body"] = f'<p class="language">{link}</p>\n{context["body"]}'
+
+
 def math_font(app: Any, error: Exception | None) -> None:
     """Puts the font of equations beside the pages: MathML needs one that knows mathematics."""
     package = find_spec("ziamath")
@@ -101,4 +148,7 @@ def setup(app: Any) -> dict[str, bool]:
     app.add_html_math_renderer("mathml", inline_renderers=(inline_math, None), block_renderers=(block_math, None))
     app.connect("missing-reference", to_torch)
     app.connect("build-finished", math_font)
+    app.connect("source-read", begin_page)
+    app.connect("doctree-read", keep_anchors)
+    app.connect("html-page-context", switch_language)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

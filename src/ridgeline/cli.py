@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+import ridgeline.translation as translation
+from ridgeline.translation import told
+
 # verb: (module of ridgeline.lab, or a module's whole name; what the verb does, the first line of its docstring).
 # A module of one verb has `arguments(parser)` and `main(options)`; a module of several has `<verb>_arguments` and
 # `<verb>_main` for each.
@@ -66,29 +69,84 @@ VERBS = {
 EXTRA = ("rich", "jinja2", "altair", "vl_convert", "numpy", "cuda")
 
 
+# The sentences of `ridgeline --help`, of every verb's help, and of argparse's errors.
+HELP = (
+    "usage: ridgeline VERB [options]",
+    "Measure GPU kernels for language models against the limits of this machine.",
+    "`ridgeline VERB --help` shows the options of a verb.",
+    "Every verb takes --lang zh (Chinese) or --lang en; the default is the locale's language, else English.",
+    "usage: ",
+    "show this help message and exit",
+    "{0} (see {1} --help)",
+    "unrecognized arguments: {0}",
+    "the following arguments are required: {0}",
+    "argument {0}: expected one argument",
+    "argument {0}: invalid choice: {1} (choose from {2})",
+    "argument {0}: invalid int value: {1}",
+    "argument {0}: invalid float value: {1}",
+)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose help is in the chosen language."""
+
+    def format_help(self) -> str:
+        if translation.language() == "en":
+            return super().format_help()
+        self.description = sentence(self.description or "")
+        for group in self._action_groups:
+            group.title = told(group.title or "")
+        for action in self._actions:
+            action.help = told(action.help) if action.help and action.help != argparse.SUPPRESS else action.help
+            for choice in getattr(action, "_choices_actions", ()):
+                choice.help = told(choice.help)
+        return super().format_help().replace("usage: ", told("usage: "), 1)
 
     def error(self, message: str) -> NoReturn:
-        fail(f"{message} (see {self.prog} --help)")
+        fail(f"{told(message)} (see {self.prog} --help)")
+
+
+def sentence(line: str) -> str:
+    """Returns a verb's line as a sentence of the chosen language."""
+    plain = line[:1].lower() + line[1:].removesuffix(".")
+    if translation.language() == "en" or (found := told(plain)) == plain:
+        return told(line)
+    return f"{found}。"
 
 
 def fail(message: str) -> NoReturn:
-    print(f"ridgeline: {message}", file=sys.stderr)
+    print(f"ridgeline: {told(message)}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def help_text() -> str:
     width = max(map(len, VERBS))
-    lines = [f"  {verb:{width}}  {line}" for verb, (_, line) in VERBS.items()]
-    usage = "usage: ridgeline VERB [options]"
-    what = "Measure GPU kernels for language models against the limits of this machine."
-    return "\n".join([usage, "", what, "", *lines, "", "`ridgeline VERB --help` shows the options of a verb."])
+    lines = [f"  {verb:{width}}  {told(line)}" for verb, (_, line) in VERBS.items()]
+    usage, what, more, languages = map(told, HELP[:4])
+    return "\n".join([usage, "", what, "", *lines, "", more, languages])
+
+
+def spoken(arguments: Sequence[str]) -> list[str]:
+    """Chooses the language that the arguments ask for, else the locale's; returns the arguments without `--lang`."""
+    rest, asked = list[str](), None
+    words = iter(arguments)
+    for word in words:
+        if word == "--lang":
+            asked = next(words, "")
+        elif word.startswith("--lang="):
+            asked = word.removeprefix("--lang=")
+        else:
+            rest.append(word)
+    try:
+        translation.choose(translation.of_locale() if asked is None else asked)
+    except ValueError as error:
+        fail(str(error))
+    return rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code. Invalid input prints one line on stderr and gives exit code 2."""
-    verb, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    verb, *rest = spoken(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         if verb in ("-h", "--help", "help"):
             print(help_text())

@@ -17,6 +17,7 @@ from ridgeline.lab.analysis.lesson.advice import advise
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES
 from ridgeline.lab.analysis.lesson.wording import say
 from ridgeline.op import RidgelineError
+from ridgeline.translation import language, told
 
 Row = dict[str, Any]
 WORKER = "ridgeline.lab.analysis.lesson.worker"
@@ -56,7 +57,7 @@ def run(what: str, number: int, path: Path, device: str, seconds: int) -> tuple[
         environment |= {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", WORKER, what, str(number), str(path), device, str(rows)]
+        command = [sys.executable, "-m", WORKER, what, str(number), str(path), device, str(rows), language()]
         try:
             ended = subprocess.run(command, env=environment, timeout=seconds, stderr=subprocess.PIPE, text=True)
         except subprocess.TimeoutExpired:
@@ -80,7 +81,7 @@ def show(number: int, found: Row) -> None:
     for row in tests:
         mark, style = {True: ("passed", "green"), False: ("failed", "red"), None: ("not run", "dim")}[row["ok"]]
         reason = f": {row['reason']}" if row["reason"] else ""
-        out.print(f"{mark:8} {row['test']}{reason}", style=style, markup=False)
+        out.print(f"{say(mark):8} {told(row['test'])}{reason}", style=style, markup=False)
         if row["ok"] is False:
             out.print(f"         {say(row['hint'])}", markup=False)
     failed = sum(row["ok"] is False for row in tests)
@@ -118,9 +119,9 @@ def _resources(number: int, rows: list[Row], out: Any) -> None:
         lines.append((row["impl"], row["kernel"], *facts))
     alike = Counter(lines)
     lines = [(rung, f"{n} x {kernel}" if n > 1 else kernel, *facts) for (rung, kernel, *facts), n in alike.items()]
-    title = f"{exercise.op}, {exercise.case}, {exercise.dtype}, compiled for {ARCH}"
+    title = say("resources", call=f"{exercise.op}, {exercise.case}, {exercise.dtype}", arch=ARCH)
     figures = ["threads", "regs", "spills", "shared", "loads", "stores", "warps", "one H200"]
-    print_table(title, ["rung", "kernel"], figures, lines, out)
+    print_table(title, [say("rung"), "kernel"], figures, lines, out)
 
 
 def _widths(counts: dict[str, int]) -> str:
@@ -140,7 +141,8 @@ def _timed(rows: list[Row], out: Any) -> None:
     from ridgeline.lab.tables import print_table, timing
 
     done = sorted((r for r in rows if r["status"] == "ok"), key=lambda row: -row["seconds"]["median"])
-    print_table("the ladder, slowest first", ["rung"], ["time"], [(r["impl"], timing(r["seconds"])) for r in done], out)
+    lines = [(r["impl"], timing(r["seconds"])) for r in done]
+    print_table(say("timed"), [say("rung")], [say("time")], lines, out)
     for row in rows:
         if row["status"] != "ok":
             out.print(f"{row['impl']}: {row['status']}: {row['reason']}", style="red", markup=False)

@@ -49,11 +49,12 @@ def main(options: argparse.Namespace) -> int:
 def _texts() -> dict[int, str]:
     from ridgeline.lab.analysis.lesson import pages
 
-    return {number: path.read_text() for number, path in pages.lessons().items()}
+    return {number: pages.read(path) for number, path in pages.lessons().items()}
 
 
 def _list(rows: list[Row]) -> None:
     from ridgeline.lab.analysis.lesson.exercises import EXERCISES
+    from ridgeline.lab.analysis.lesson.wording import say
     from ridgeline.lab.tables import console, print_table
 
     lines = [
@@ -65,8 +66,8 @@ def _list(rows: list[Row]) -> None:
         for row in rows
     ]
     out = console()
-    print_table("lessons", ["", "name", "exercise"], [], lines, out)
-    out.print("ridgeline lesson 3 opens one; ridgeline lesson 3 --check my_kernel.py checks your kernel", markup=False)
+    print_table(say("list"), ["", say("name"), say("exercise")], [], lines, out)
+    out.print(say("list-more"), markup=False)
 
 
 def _open(text: str) -> None:

@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ridgeline.lab import units
+from ridgeline.lab import translated, units
 from ridgeline.lab.analysis.lesson.wording import say
 from ridgeline.lab.measurement import query, store
 from ridgeline.op import RidgelineError
+from ridgeline.translation import language
 
 RUN = re.compile(r"<!-- run -->\n+```\w*\n(.*?)```", re.DOTALL)
 ROWS = re.compile(r"(<!-- rows ([^>]+?) -->\n).*?(<!-- /rows -->)", re.DOTALL)
@@ -33,7 +34,13 @@ def lesson(number: int) -> str:
     known = lessons()
     if number not in known:
         raise RidgelineError(say("unwritten", number=number, numbers=", ".join(map(str, known))))
-    return known[number].read_text()
+    return read(known[number])
+
+
+def read(path: Path) -> str:
+    """Returns a lesson in the language of the command line."""
+    text = path.read_text()
+    return translated.page(text, f"lessons/{path.stem}", translated.FOLDER) if language() == "zh" else text
 
 
 def title(text: str) -> str:

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from ridgeline.translation import commands, language
+
 # Hints begin with "hint.", advice on what to try next with "next.".
 MESSAGES = {
+    "list": "lessons",
+    "name": "name",
+    "exercise": "exercise",
+    "list-more": "ridgeline lesson 3 opens one; ridgeline lesson 3 --check my_kernel.py checks your kernel",
+    "passed": "passed",
+    "failed": "failed",
+    "not run": "not run",
+    "reads": "reads",
+    "writes": "writes",
+    "resources": "{call}, compiled for {arch}",
+    "timed": "the ladder, slowest first",
+    "rung": "rung",
+    "time": "time",
     "passes": "every test passes",
     "fails": "{failed} of {all} tests fail",
     "unrun": "no test ran: {reason}",
@@ -64,7 +79,16 @@ MESSAGES = {
     "next.done": "Go on to the next lesson: it is as fast as our best rung, within 3%.",
 }  # fmt: skip
 
+# What the law says of a wrong result, with places for a translation.
+REASONS = (
+    "{0} has another shape or dtype than torch's",
+    "{0} is wrongly finite, or wrongly not finite, in {1} places",
+    "{0} has a wrong value in {1} places",
+    "{0} has {1} times the allowed error ({2})",
+)
+
 
 def say(key: str, **facts: Any) -> str:
-    """Returns the sentence of a key with its facts filled in."""
-    return MESSAGES[key].format(**facts)
+    """Returns the sentence of a key with its facts filled in, in the language of the command line."""
+    text = MESSAGES[key]
+    return ((language() == "zh" and commands().texts.get(text)) or text).format(**facts)

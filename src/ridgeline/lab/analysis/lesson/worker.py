@@ -16,6 +16,7 @@ from typing import Any
 from ridgeline.lab.analysis.lesson.attempt import Attempt, configured, given, load, short
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES, Exercise, Probe
 from ridgeline.lab.analysis.lesson.wording import say
+from ridgeline.translation import choose, told
 
 Row = dict[str, Any]
 ARCH = "sm_90"
@@ -68,7 +69,7 @@ def _test(exercise: Exercise, probe: Probe, function: Any, device: str) -> Row:
     if any(not torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
         return row | {"reason": say("changed")}
     reason = law.judge([result]).reason()
-    return row | {"ok": reason is None, "reason": reason}
+    return row | {"ok": reason is None, "reason": reason and told(reason)}
 
 
 def _blamed(error: Exception) -> Row:
@@ -80,7 +81,7 @@ def _blamed(error: Exception) -> Row:
         if found := cause(error):
             did = "reads" if found.call == "load" else "writes"
             call = {"atomic": "atomic_add"}.get(found.call, found.call)
-            return {"reason": say("beyond", did=did, count=found.count, call=call)}
+            return {"reason": say("beyond", did=say(did), count=found.count, call=call)}
     return {"reason": say("raised", error=short(error))}
 
 
@@ -178,7 +179,8 @@ def _compared(rung: Any, exercise: Exercise, device: str) -> bool:
 def main(arguments: list[str]) -> int:
     from ridgeline.op import RidgelineError
 
-    what, number, path, device, rows = arguments
+    what, number, path, device, rows, spoken = arguments
+    choose(spoken)
     configured()
     try:
         run = {"test": tests, "time": timed}.get(what)

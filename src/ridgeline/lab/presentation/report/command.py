@@ -10,7 +10,7 @@ from typing import Any
 from ridgeline.lab.analysis import roofline
 from ridgeline.lab.measurement import results, store
 from ridgeline.lab.measurement.micro import kept
-from ridgeline.lab.presentation.report import measure, page, view
+from ridgeline.lab.presentation.report import chinese, measure, page, view
 from ridgeline.lab.presentation.report.budget import MINUTES, QUICK_MINUTES, Budget
 from ridgeline.lab.presentation.report.measure import say
 from ridgeline.lab.presentation.report.view import Source
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     _writable(out)
     gathered = _recorded(options.run) if options.run else _measured(options.quick, budget)
     gathered["micro"] = _micro(gathered["sources"])
-    roofline.write(out, page.render(**gathered).encode())
+    roofline.write(out, chinese.spoken(page.render(**gathered)).encode())
     print(out)
     return 0
 

@@ -46,6 +46,8 @@ class Links:
             return "measured/h100.md", anchor
         if name in FRONT:
             return FRONT[name], anchor
+        if name == "docs/zh/glossary.md":
+            return "glossary.md", anchor
         if path.parts[0] == "docs":
             return str(path.relative_to("docs")), anchor
         if path.parts[0] == "results":

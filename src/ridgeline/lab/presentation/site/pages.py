@@ -25,6 +25,7 @@ BAR = {
     "How it is built": ["design", "attention", "compiler", "notes/index", "contributing", "changelog"],
 }
 Row = dict[str, Any]
+SWITCH = " [中文](README.zh.md)"  # the README's link to itself in Chinese; every page of the site has its own
 NOT_PAGES = ("ops.md", "equations.md")  # of docs/: what they hold is on the pages of ops
 
 
@@ -51,7 +52,8 @@ def write(root: Path, out: Path, jobs: int, seconds: float, checks: Callable[[],
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    shutil.copytree(root / "docs/site/static", out / "_site/static")
+    for folder in ("static", "templates"):
+        shutil.copytree(root / "docs/site" / folder, out / "_site" / folder)
     shutil.copy(root / "docs/site/conf.py", out)
     for picture in (*(root / "docs").glob("**/*.svg"), *(root / "results").glob("**/*.jsonl")):
         at = out / picture.relative_to(root / "docs" if picture.suffix == ".svg" else root)
@@ -78,10 +80,11 @@ def by_hand(root: Path, links: Links) -> dict[str, str]:
     for path in (*files, *sorted((root / "docs").glob("**/*.md"))):
         here = PurePosixPath(path.relative_to(root))
         own = here.parent == PurePosixPath("docs/notes") and here.stem in links.ops
-        if own or (here.parent == PurePosixPath("docs") and here.name in NOT_PAGES):
+        chinese = here.parts[:2] == ("docs", "zh") and here.name != "glossary.md"
+        if own or chinese or (here.parent == PurePosixPath("docs") and here.name in NOT_PAGES):
             continue
         page = links.place(here)[0]
-        made[page] = links.moved(path.read_text(), here, page)
+        made[page] = links.moved(path.read_text().replace(SWITCH, ""), here, page)
     rest = sorted(page for page in made if page.startswith("notes/") and page != "notes/index.md")
     made["notes/index.md"] += "\n\n" + verbs.toctree([PurePosixPath(page).stem for page in rest]) + "\n"
     return made
