@@ -19,8 +19,8 @@ OPEN = "本页尚未译完，未译部分保留英文原文。"
 
 
 def filled(message: str, things: list[str]) -> str:
-    """Returns a message with things put into its places."""
-    return PLACE.sub(lambda place: things[int(place[1])], message)
+    """Returns a message with things put into its places; a number that has none stays as it stands, as code may."""
+    return PLACE.sub(lambda place: things[int(place[1])] if int(place[1]) < len(things) else place[0], message)
 
 
 def figure(thing: str) -> str:
