@@ -13,6 +13,16 @@ from ridgeline.ops.matmul.fp8_matmul import E4M3, E5M2, by_triton, lacks
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
+LOSES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)  # seen with 2.11; 2.13 keeps it
+
+
+def check_sums(plain: Any, main_grad: Any) -> None:
+    """Raises RidgelineError where torch.compile loses what a backward in plain PyTorch adds to a buffer."""
+    if plain is not None and main_grad is not None and torch.compiler.is_compiling() and LOSES:
+        raise RidgelineError(
+            f"fp8_linear: torch.compile of PyTorch {torch.__version__} loses what plain PyTorch's backward adds to "
+            "main_grad; use impl='triton', PyTorch 2.13, or no main_grad"
+        )
 
 
 def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any) -> None:

@@ -24,7 +24,6 @@ from ridgeline.select import eager, find, why_not
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 E4M3 = "float8_e4m3fn"
-LOSES = torch.__version__.split(".")[:2] < ["2", "12"]  # seen with 2.11; 2.13 keeps it
 
 
 def reference(
@@ -62,11 +61,7 @@ def fp8_linear(
     (x,) = in_autocast(x)
     _fp8_linear.check(x, weight, bias, recipe, main_grad)
     plain = eager(FP8_LINEAR, impl, x, weight)
-    if plain is not None and main_grad is not None and torch.compiler.is_compiling() and LOSES:
-        raise RidgelineError(
-            f"fp8_linear: torch.compile of PyTorch {torch.__version__} loses what plain PyTorch's backward adds to "
-            "main_grad; use impl='triton', PyTorch 2.13, or no main_grad"
-        )
+    _fp8_linear.check_sums(plain, main_grad)
     if plain is not None and plain.call is not None:
         return plain.call(x, weight, bias, recipe=recipe, main_grad=main_grad)
     if impl is not None and not torch.compiler.is_compiling():

@@ -18,16 +18,8 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.ops.movement import _permute
 from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, SECTORS
-from ridgeline.ops.movement._permute import (
-    boxes_only,
-    checked_order,
-    contiguous_only,
-    letters,
-    matrices,
-    permute,
-    too_large,
-)
 from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small
 from ridgeline.select import eager, run
 
@@ -65,7 +57,7 @@ def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str |
     Raises RidgelineError if x is not a dense tensor, if it has fewer than two dimensions and `dims` is None, if `dims`
     does not name each dimension once, or if `impl` cannot run the call.
     """
-    order = checked_order(x, dims)
+    order = _permute.checked_order(x, dims)
     plain = eager(TRANSPOSE, impl, x, dims=order)
     if plain is not None and plain.call is not None:
         return plain.call(x, order)
@@ -85,7 +77,7 @@ def _gluon(y: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _as_matrices(start: Any, y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...]) -> None:
-    start(y, matrices(x, dims))
+    start(y, _permute.matrices(x, dims))
 
 
 def _bench(name: str, *shape: int, dims: Any = None, dtypes: tuple[str, ...] = ("float32",)) -> Case:
@@ -96,7 +88,7 @@ TRANSPOSE = Op(
     transpose,
     reference=reference,
     cost=cost,
-    sharding=letters,
+    sharding=_permute.letters,
     cases=[
         Case("33x129", (Spec(33, 129),)),
         Case("72x200", (Spec(72, 200),)),
@@ -107,9 +99,7 @@ TRANSPOSE = Op(
             for d, high in (("int8", 0), ("int16", 1 << 15), ("int64", 1 << 40))
             for shape in ((2, 160, 272), (35, 130), (36, 132))
         ),
-        Case("7x33x20 to 1, 0, 2", (Spec(7, 33, 20), (1, 0, 2))),
-        Case("7x33x20 to 2, 0, 1", (Spec(7, 33, 20), (2, 0, 1))),
-        Case("7x33x20 to 2, 1, 0", (Spec(7, 33, 20), (2, 1, 0))),
+        *(Case(f"7x33x20 to {str(d)[1:-1]}", (Spec(7, 33, 20), d)) for d in ((1, 0, 2), (2, 0, 1), (2, 1, 0))),
         Case("3x5x6x40 to 0, 2, 1, 3", (Spec(3, 5, 6, 40), (0, 2, 1, 3))),
         Case("3x5x6x40 to 3, 1, 0, 2", (Spec(3, 5, 6, 40), (3, 1, 0, -2))),
         Case("300x3x2 to 0, 2, 1", (Spec(300, 3, 2), (0, 2, 1))),
@@ -131,10 +121,10 @@ CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
 
 
 def _rung(
-    name: str, idea: str, start: Any, gain: float, counter: str, supports: Any = contiguous_only, **facts: Any
+    name: str, idea: str, start: Any, gain: float, counter: str, supports: Any = _permute.contiguous_only, **facts: Any
 ) -> None:
     facts = {"kind": "cuda", "dtypes": DTYPES, "gain": gain, "counter": counter, **facts}
-    start = start if start is permute else partial(_as_matrices, start)
+    start = start if start is _permute.permute else partial(_as_matrices, start)
     TRANSPOSE.kernel(name, idea, fwd=start, bwd=start, supports=supports, **facts)
 
 
@@ -144,18 +134,23 @@ _rung("cuda", "one element per thread: loads coalesce, stores do not", partial(s
 _rung("cuda_tile", "shared memory tile: stores coalesce too, but reads conflict", partial(small, TILE, 0), 2.0, SECTORS)
 _rung("cuda_padded", "a 33rd column: no bank conflicts", partial(small, TILE, 1), 1.3, CONFLICTS)
 _rung("cuda_swizzled", "an xor swizzle: no conflicts and no padding", partial(small, TILE, 2), 1.0, CONFLICTS)
-TMA = {"supports": boxes_only, "arch": 90, "shared": 227 << 10}
+TMA = {"supports": _permute.boxes_only, "arch": 90, "shared": 227 << 10}
 _rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, **TMA)
-GLUON: dict[str, Any] = {
-    "kind": "gluon",
-    "dtypes": ("float32", "float16", "bfloat16", "int32", "int16"),
-    "arch": 90,
-    "newest": 90,
-}
-_rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, boxes_only, **GLUON)
-SERVED: dict[str, Any] = {"unless": too_large, "served": True}
-idea = "any permutation of any strides: rows, or tiles wide on both sides; other rungs take matrices"
-_rung("triton", idea, permute, 0.0, DRAM, too_large, kind="triton", **SERVED)
+WIDE = "float32", "float16", "bfloat16", "int32", "int16"
+GLUON: dict[str, Any] = {"kind": "gluon", "dtypes": WIDE, "newest": 90}
+_rung(
+    "gluon",
+    "cuda_tma in Gluon: a layout assigns squares to threads",
+    _gluon,
+    1.0,
+    DRAM,
+    _permute.boxes_only,
+    arch=90,
+    **GLUON,
+)
+SERVED: dict[str, Any] = {"unless": _permute.too_large, "served": True}
+idea = "any permutation of any strides: rows, or tiles wide on both sides; other rungs take _permute.matrices"
+_rung("triton", idea, _permute.permute, 0.0, DRAM, _permute.too_large, kind="triton", **SERVED)
 _rung(
     "cuda_packed", "16 bytes per load and store; threads transpose squares in registers", packed, 1.05, ISSUED, **SERVED
 )
