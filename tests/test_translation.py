@@ -129,6 +129,7 @@ def test_figures_and_code_become_places() -> None:
     key, things = passages.placed("It takes 1.2 ms with `f`, [see](a.md) H100 and 16384x16384 in float32; 8.")
     assert key == "It takes {0} with {1}, [see]({2}) {3} and {4}."
     assert translated.filled(key, things) == "It takes 1.2 ms with `f`, [see](a.md) H100 and 16384x16384 in float32; 8."
+    assert translated.filled("`{0}` in code, which is no place", []) == "`{0}` in code, which is no place"
 
 
 @pytest.mark.parametrize(
