@@ -71,7 +71,7 @@ def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K:
     if gpu.capability == 90 and gate == 1 and max(BK, BV) <= 128:
         return Tiles(64, min(BV, 64), min(BV, 64), BK, (4, 4, 8), 1)
     if gpu.capability == 90 and max(BK, BV) <= 128:
-        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 16 if low else 32), (8, 8, 8), 1)
+        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 16 if low else 32), (8, 4, 8), 1)
     BV = min(BV, 64 if BK <= 128 else 32)
     return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
 
