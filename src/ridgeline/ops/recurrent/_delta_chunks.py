@@ -106,10 +106,11 @@ def prepare(call: DeltaCall) -> Plan:
         lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
     rows = None
     if form.GATE == 2 and not form.SINGLE:
-        shape, fresh = (B, HV, chunks, C, K), {"dtype": call.v.dtype, "device": call.v.device}
-        some = [torch.empty(shape, **fresh) for _ in range(3 + low)]
+        shape = B, HV, chunks, C, K
+        of_q, of_a, of_b = (torch.empty(shape, dtype=call.v.dtype, device=call.v.device) for _ in range(3))
+        of_k = torch.empty_like(of_q) if low else None
         sums = torch.empty((B, HV, chunks, K), dtype=torch.float32, device=call.v.device)
-        rows = DecayedRows(*some, *([] if low else [None]), sums)
+        rows = DecayedRows(of_q, of_a, of_b, of_k, sums)
     matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths, rows)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
