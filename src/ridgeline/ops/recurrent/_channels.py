@@ -1,7 +1,8 @@
 """The chunk engine of `_scan.py` for a gate per channel in half precision.
 
-A chunk's own pairs have kernels of their own, parallel over chunks: the weights of q with k before the scans of o and
-dv, and after the scans of dq and dk their own parts and the gate's gradient, by `_levels.py`. So a scan has two or three products.
+Kernels that run over all chunks side by side do what needs no state. Before the scans, one makes q and k with their
+decays and the weights of q with k. After the scans of dq and dk, one adds the chunks' own pairs and makes the gate's
+gradient, by `_levels.py`. So a scan has no gates but the decay of a whole chunk, and two or three products.
 """
 
 from __future__ import annotations
@@ -196,7 +197,6 @@ def scan_channels(
     out is whole; else it lacks the chunk's own part, and the decays of its rows.
 
     Forward writes the states before chunks to states.marks, where they are; reversed, `ends`."""
-    BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
     segment, part = tl.program_id(0) // slices, tl.program_id(0) % slices
     columns = part * form.BN + tl.arange(0, form.BN)
@@ -229,7 +229,8 @@ def scan_channels(
             ta, tb = _of_chunk(a, place, depth, form, form.D), _of_chunk(b, place, depth, form, form.D)
             tc = tile_at(from_c, c.token, rows, columns, end, form.N)
         else:
-            ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
+            ta = tile_at(from_a, a.token, rows, depth, end, form.D)
+            tb = tile_at(from_b, b.token, rows, depth, end, form.D)
             tc = _of_chunk(c, place, columns, form, form.N)
         total = tl.load(made.sums + place * most + channels, mask=channels < most, other=0.0)
         whole = decay_of(total, form)

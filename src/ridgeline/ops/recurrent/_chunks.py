@@ -168,9 +168,9 @@ def _own(call: Call) -> tuple[PairForm, Packing, tuple[int, int], int]:
 def own_weights(call: Call) -> Prepared:
     form, packing, grid, warps = _own(call)
     fresh: dict[str, Any] = {"dtype": call.q.dtype, "device": call.q.device}
-    rows = [torch.empty((*grid, form.C, form.K), **fresh) for _ in range(2)]
+    of_q, of_k = (torch.empty((*grid, form.C, form.K), **fresh) for _ in range(2))
     sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
-    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), *rows, sums)
+    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
     launch(own_pairs, grid, *args, made, packing, form=form, num_warps=warps, num_stages=1)
     return made

@@ -71,7 +71,7 @@ def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K:
     if gpu.capability == 90 and gate == 1 and max(BK, BV) <= 128:
         return Tiles(64, min(BV, 64), min(BV, 64), BK, (4, 4, 8), 1)
     if gpu.capability == 90 and max(BK, BV) <= 128:
-        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 16 if low else 32), (8, 8, 8), 1)
+        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 16 if low else 32), (8, 4, 8), 1)
     BV = min(BV, 64 if BK <= 128 else 32)
     return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
 
@@ -106,10 +106,11 @@ def prepare(call: DeltaCall) -> Plan:
         lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
     rows = None
     if form.GATE == 2 and not form.SINGLE:
-        shape, fresh = (B, HV, chunks, C, K), {"dtype": call.v.dtype, "device": call.v.device}
-        some = [torch.empty(shape, **fresh) for _ in range(3 + low)]
+        shape = B, HV, chunks, C, K
+        of_q, of_a, of_b = (torch.empty(shape, dtype=call.v.dtype, device=call.v.device) for _ in range(3))
+        of_k = torch.empty_like(of_q) if low else None
         sums = torch.empty((B, HV, chunks, K), dtype=torch.float32, device=call.v.device)
-        rows = DecayedRows(*some, *([] if low else [None]), sums)
+        rows = DecayedRows(of_q, of_a, of_b, of_k, sums)
     matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths, rows)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
