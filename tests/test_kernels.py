@@ -60,7 +60,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ),
     ("attention", "triton", "_fwd", "sm_90"): (36, "causal at D 200 and 256, which are Gluon's there"),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_90"): (
-        396,
+        236,
         "the gradient of k with a gate per head at 128 columns, whose state fills the registers; untimed",
     ),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_89"): (
@@ -69,12 +69,12 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
     ("gated_delta_rule", "triton", "chain_states", "sm_90"): (404, "forward with a gate per head at 128; untimed"),
-    ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate at 128 columns; untimed"),
+    ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (144, "three gradients at 64 x 128; untimed"),
     ("gated_delta_rule", "triton", "gradients_by_channel", "sm_90"): (608, "float16 at 8 columns; untimed"),
     ("rwkv7", "triton", "chain_states", "sm_90"): (24, "float32 at 8 columns; untimed"),
     ("rwkv7", "triton", "pairs_by_channel", "sm_90"): (264, "float32 at 8 columns; untimed"),
-    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2440, "float32 at 8 columns, 692 in bfloat16; untimed"),
+    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2440, "float32 at 8 columns, 848 in bfloat16; untimed"),
     **{
         (name, "triton", kernel, arch): (most, "as sm_90's, of tiles untimed there")
         for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")

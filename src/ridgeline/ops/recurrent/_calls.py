@@ -90,11 +90,8 @@ def unrolled(
             outputs.append(rows)
         return S, torch.cat(outputs, -3) if outputs else v.new_zeros((*S.shape[:-3], 0, *v.shape[2:]), dtype=wide)
 
-    if ends is None and q.shape[1] > SEGMENT:
+    if ends is None:
         state, o = run(state, *tokens)
-    elif ends is None:  # one at a time: sums then round as those of a single sequence
-        found = [run(S, *[t[n] for t in tokens]) for n, S in enumerate(state)]
-        state, o = (torch.stack(parts) for parts in zip(*found, strict=True)) if found else (state, v.to(wide))
     else:
         found = [run(state[n], *[t[0, i:j] for t in tokens]) for n, (i, j) in enumerate(pairwise(ends.tolist()))]
         state = torch.stack([S for S, _ in found]) if found else state

@@ -102,7 +102,8 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
         args: tuple[Any, ...] = one.a, one.b, call.rows(one.c), call.rows(one.out)
     else:
         args = call.rows(one.a), call.rows(one.b), one.c, call.rows(one.out)
-    grid, facts = (count * slices, heads), {"form": form, "num_warps": warps, "num_stages": stages}
+    grid = count * slices, heads
+    facts: dict[str, Any] = {"form": form, "num_warps": warps, "num_stages": stages}
     args = *args, made, one.ends, states, plan.packing, length, call.scale
     if starts is not None:
         launch(scan_channels, grid, *args, **facts, OUT=False)
