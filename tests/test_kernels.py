@@ -68,6 +68,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
     ),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
+    ("gated_linear_attention", "triton_levels", "own_gradients", "sm_90"): (8, "one register at 128 columns"),
+    ("rwkv6", "triton_levels", "own_gradients", "sm_90"): (344, "43 registers at 64 columns; untimed"),
     ("gated_delta_rule", "triton", "chain_states", "sm_90"): (404, "forward with a gate per head at 128; untimed"),
     ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (144, "three gradients at 64 x 128; untimed"),
