@@ -68,6 +68,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
     ),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
+    ("gated_linear_attention", "triton_levels", "own_gradients", "sm_90"): (8, "one register at 128 columns"),
+    ("rwkv6", "triton_levels", "own_gradients", "sm_90"): (344, "43 registers at 64 columns; untimed"),
     ("gated_delta_rule", "triton", "chain_states", "sm_90"): (404, "forward with a gate per head at 128; untimed"),
     ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (144, "three gradients at 64 x 128; untimed"),
@@ -132,6 +134,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     },
     ("mla_decode", "triton", "_attend_latent", "sm_120"): (32, "four registers in blocks; untimed there"),
     ("moe", "triton", "_fwd", "sm_90"): (64, "gate's and up's 128 x 128 sums in 256 threads; untimed there"),
+    ("moe", "triton", "_fwd", "sm_100"): (16, "two registers of the same sums; untimed there"),
     ("mla_decode", "triton", "_attend_latent", "sm_90"): (8, "one register in 16 rows of bfloat16; untimed there"),
     ("softmax", "triton", "_fwd", "sm_90"): (
         8,
@@ -154,6 +157,10 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ),
     ("flex_attention", "triton", "_fwd", "sm_100"): (180, "documents at D 64; untimed there"),
     ("flex_attention", "triton", "_bwd_dq", "sm_100"): (16, "a register of documents at D 64; untimed there"),
+    **{
+        ("flex_attention", "triton", "_bwd_dq", arch): (8, "a register of softcap at D 16; untimed there")
+        for arch in ("sm_80", "sm_86", "sm_89", "sm_120")
+    },
     **{
         ("flex_attention", "triton", "_bwd", arch): (64, "documents and softcap at D 64; untimed there")
         for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Cost, Op, nbytes
-from ridgeline.ops.recurrent import _chunks
+from ridgeline.ops.recurrent import _channel_chunks, _chunks
 from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
@@ -292,6 +292,18 @@ KERNEL: dict[str, Any] = {
     "kind": "triton", "fwd": _chunks.fwd, "bwd": _chunks.bwd, "supports": refusal, "served": True, "gain": 2.0,
 }  # fmt: skip
 IDEA = "chunks as matrix products, the state in registers; each gradient is the same scan with other roles"
+
+
+def refusal_by_level(*args: Any, **_: Any) -> str | None:
+    return refusal(*args) or _channel_chunks.refusal(*args)
+
+
+# Chosen by name alone: its kernels have been timed on an H200, but no GPU has checked their results yet.
+BY_LEVEL: dict[str, Any] = {
+    "kind": "triton", "fwd": _channel_chunks.fwd, "bwd": _channel_chunks.bwd, "supports": refusal_by_level,
+    "dtypes": ("float16", "bfloat16"),
+}  # fmt: skip
+BY_LEVEL_IDEA = "a gate per channel: chunks' own pairs in kernels over all chunks, one decay for a level's two sides"
 
 
 def formulas(name: str, op_cost: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The chunk engine of `_scan.py` for a gate per channel in half precision.
 
-A chunk's own pairs have kernels of their own, parallel over chunks: the weights of q with k before the scans of o and
-dv, and after the scans of dq and dk their own parts and the gate's gradient, by `_levels.py`. So a scan has two or three products.
+Kernels that run over all chunks side by side do what needs no state. Before the scans, one makes q and k with their
+decays and the weights of q with k. After the scans of dq and dk, one adds the chunks' own pairs and makes the gate's
+gradient, by `_levels.py`. So a scan has no gates but the decay of a whole chunk, and two or three products.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton.language as tl
 
 from ridgeline.ops.recurrent._delta import find_chunk
 from ridgeline.ops.recurrent._levels import chosen_sums, crossings, edge_decay, joined, right_rows
-from ridgeline.ops.recurrent._scan import decay_of, find_head, find_room, find_span, finish, first_state, tile_at
+from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, finish, first_state, tile_at
 
 
 class PairForm(NamedTuple):
@@ -26,7 +27,6 @@ class PairForm(NamedTuple):
     C: int  # rows of a chunk
     LEVELS: int  # log2 of C
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
-    SINGLE: bool  # no
 
 
 class Prepared(NamedTuple):
@@ -174,6 +174,15 @@ def own_gradients(q, k, v, gate, bonus, do, grads, packing, scale, form: tl.cons
 
 
 @triton.jit
+def _find_room(packing, pair, h, n, start):
+    """Where the chunks of a sequence and head are kept: a packed sequence has room for one more than it may need."""
+    room = pair.to(tl.int64) * packing.chunks
+    if packing.ends is not None:
+        room = h.to(tl.int64) * packing.chunks + start // packing.unit + n
+    return room
+
+
+@triton.jit
 def _own(pairs, place, c, form: tl.constexpr):
     """The part of a chunk's rows that comes from the chunk itself."""
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
@@ -190,19 +199,18 @@ def _of_chunk(x, place, columns, form: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def scan_channels(
-    a, b, c, out, made, ends, states, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
+    a, b, c, out, made, ends, states, packing, length, scale, form: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
     """`scan_chunks` for a gate per channel in half precision, with q and k that have their decays. If a and b are they,
     out is whole; else it lacks the chunk's own part, and the decays of its rows.
 
     Forward writes the states before chunks to states.marks, where they are; reversed, `ends`."""
-    BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
     segment, part = tl.program_id(0) // slices, tl.program_id(0) % slices
     columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
-    n, h = pair // sequences.heads, pair % sequences.heads
-    start, tokens = find_span(sequences, n)
+    n, h = pair // packing.heads, pair % packing.heads
+    start, tokens = find_span(packing, n)
     depth, inner = tl.arange(0, form.BD), tl.arange(0, form.C)
     wide: tl.constexpr = form.BD if form.INSIDE else form.BN
     channels = depth if form.INSIDE else columns
@@ -212,15 +220,15 @@ def scan_channels(
     size: tl.constexpr = form.D * form.N
     given = pair.to(tl.int64) * size + depth[:, None] * states.row + columns[None, :] * states.column
     state = first_state(states, given, segment, pair.to(tl.int64) * size + plain, inside, form, OUT)
-    to = find_head(out, n, h, sequences.ends, start)
+    to = find_head(out, n, h, packing.ends, start)
     if form.INSIDE:
-        from_c = find_head(c, n, h, sequences.ends, start)
+        from_c = find_head(c, n, h, packing.ends, start)
     else:
-        from_a, from_b = find_head(a, n, h, sequences.ends, start), find_head(b, n, h, sequences.ends, start)
-    room = find_room(sequences, pair, h, n, start, form.C)
+        from_a, from_b = find_head(a, n, h, packing.ends, start), find_head(b, n, h, packing.ends, start)
+    room = _find_room(packing, pair, h, n, start)
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
     decay = tl.zeros([wide], tl.float32)
-    begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
+    begin, end = segment * length, tl.minimum((segment + 1) * length, tokens)
     chunks = tl.maximum(tl.cdiv(end - begin, form.C), 0)
     for step in range(chunks):
         first = begin + (chunks - 1 - step if form.REVERSE else step) * form.C
@@ -229,10 +237,8 @@ def scan_channels(
             ta, tb = _of_chunk(a, place, depth, form, form.D), _of_chunk(b, place, depth, form, form.D)
             tc = tile_at(from_c, c.token, rows, columns, end, form.N)
         else:
-            ta, tb = (
-                tile_at(from_a, a.token, rows, depth, end, form.D),
-                tile_at(from_b, b.token, rows, depth, end, form.D),
-            )
+            ta = tile_at(from_a, a.token, rows, depth, end, form.D)
+            tb = tile_at(from_b, b.token, rows, depth, end, form.D)
             tc = _of_chunk(c, place, columns, form, form.N)
         total = tl.load(made.sums + place * most + channels, mask=channels < most, other=0.0)
         whole = decay_of(total, form)

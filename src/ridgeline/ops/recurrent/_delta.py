@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._levels import chosen_sums, crossings, edge_decay, joined, right_rows
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, tile_at
 
 
@@ -35,17 +34,6 @@ class Matrices(NamedTuple):
     read: Any  # M for RWKV-7; for the delta rule A
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
-    rows: Any  # in half precision with a gate per channel, rows of all chunks with their decays
-
-
-class DecayedRows(NamedTuple):
-    """(B, heads, chunks, C, K) in the data's dtype."""
-
-    q: Any  # times the decay since the chunk began
-    a: Any  # likewise; k for the delta rule
-    b: Any  # times the decay until the chunk ends; k for the delta rule
-    k: Any  # likewise, RWKV-7 only
-    sums: Any  # of the gates, (B, heads, chunks, K) in float32
 
 
 class ChunkStates(NamedTuple):
@@ -193,18 +181,12 @@ def _decays(gate, place, first, depth, end, form: tl.constexpr):
     """Of each row the decay since the chunk began, that without its own gate for RWKV-7's a, and that until the end;
     and the whole chunk's."""
     g = _gates(gate, place, first, depth, end, 0, form)
-    since, total = tl.cumsum(g, 0), tl.sum(g, 0)
-    late = decay_of(since, form)
+    late = decay_of(tl.cumsum(g, 0), form)
     early = late
-    if form.SINGLE:  # differences of running sums would round
-        if form.LOW:
-            early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
-        until = tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True)
-    else:
-        if form.LOW:
-            early = decay_of(tl.minimum(since - g, 0.0), form)
-        until = tl.minimum((total[None, :] if form.GATE == 2 else total) - since, 0.0)
-    return g, late, early, decay_of(until, form), decay_of(total, form)
+    if form.LOW:
+        early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
+    after = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True), form)
+    return g, late, early, after, decay_of(tl.sum(g, 0), form)
 
 
 @triton.jit
@@ -215,7 +197,7 @@ def _weigh(x, decay, form: tl.constexpr):
 @triton.jit
 def _reads(x, decay, state, form: tl.constexpr):
     """What rows read from a state: decay x S."""
-    if form.GATE == 1 or not form.SINGLE:  # else per channel
+    if form.GATE == 1:
         found = decay[:, None] * _dot(x, state, x, form)
     else:
         found = _dot(x * decay, state, x, form)
@@ -225,7 +207,7 @@ def _reads(x, decay, state, form: tl.constexpr):
 @triton.jit
 def _writes(x, decay, rows, form: tl.constexpr):
     """What rows add to a state: (decay x)^T rows."""
-    if form.GATE == 1 or not form.SINGLE:
+    if form.GATE == 1:
         found = _dot(tl.trans(x), rows * decay[:, None], x, form)
     else:
         found = _dot(tl.trans((x * decay).to(x.dtype)), rows, x, form)
@@ -307,35 +289,6 @@ def _by_levels(sums, tq, tk, ta, tb, g, form: tl.constexpr):
 
 
 @triton.jit
-def _by_edges(sums, tq, tk, ta, tb, g, form: tl.constexpr):
-    """`_by_levels` in half precision, by `_levels.py`."""
-    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    C: tl.constexpr = form.C
-    BS: tl.constexpr = form.BS
-    ab, qb, ak, qk = sums
-    wide = tq.to(tl.float32)
-    qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
-    G = tl.cumsum(g, 0) * 1.4426950408889634
-    if form.LOW:
-        qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
-        early = G - g * 1.4426950408889634
-    for level in range(form.LEVELS):
-        here = joined(level, C) & (i > j)
-        decay = edge_decay(G, G, level, C, BS)
-        if form.LOW:
-            right = right_rows(level, C)
-            of_q = (tl.where(right, tq, tk) * decay).to(tq.dtype)
-            of_a = (tl.where(right, ta, tb) * edge_decay(tl.where(right, early, G), G, level, C, BS)).to(tq.dtype)
-            ak += tl.where(here, tl.dot(of_a, tl.trans(of_q)), 0.0)
-            qk += tl.where(here, tl.dot(of_q, tl.trans(of_q)), 0.0)
-        else:
-            of_q, of_a = (tq * decay).to(tq.dtype), (tk * decay).to(tq.dtype)
-        ab += tl.where(here, tl.dot(of_a, tl.trans(of_a)), 0.0)
-        qb += tl.where(here, tl.dot(of_q, tl.trans(of_a)), 0.0)
-    return ab, qb, ak, qk
-
-
-@triton.jit
 def _square(form: tl.constexpr):
     return tl.arange(0, form.C)[:, None] * form.C + tl.arange(0, form.C)[None, :]
 
@@ -379,51 +332,6 @@ def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
 
 
 @triton.jit
-def _spots(spot, depth, form: tl.constexpr):
-    return (spot * form.C + tl.arange(0, form.C))[:, None] * form.K + depth[None, :]
-
-
-@triton.jit
-def _keep_rows(made, spot, depth, tq, tk, ta, tb, g, form: tl.constexpr):
-    """Writes a chunk's rows with their decays."""
-    since, total = tl.cumsum(g, 0), tl.sum(g, 0)
-    late, after = decay_of(since, form), decay_of(tl.minimum(total[None, :] - since, 0.0), form)
-    early = late
-    if form.LOW:
-        early = decay_of(tl.minimum(since - g, 0.0), form)
-        tl.store(made.k + _spots(spot, depth, form), (tk * after).to(tk.dtype), mask=(depth < form.K)[None, :])
-    tl.store(made.q + _spots(spot, depth, form), (tq * late).to(tk.dtype), mask=(depth < form.K)[None, :])
-    tl.store(made.a + _spots(spot, depth, form), (ta * early).to(tk.dtype), mask=(depth < form.K)[None, :])
-    tl.store(made.b + _spots(spot, depth, form), (tb * after).to(tk.dtype), mask=(depth < form.K)[None, :])
-    tl.store(made.sums + spot * form.K + depth, total, mask=depth < form.K)
-
-
-@triton.jit
-def _chain_rows(q, k, a, b, gate, places, made, spot, first, depth, tokens, form: tl.constexpr):
-    """A chunk's rows q, k, a and b, and their decays, which half precision with a gate per channel has in the rows."""
-    from_q, from_k, from_a, from_b, from_g = places
-    rows = first + tl.arange(0, form.C)
-    if form.GATE == 2 and not form.SINGLE:
-        C: tl.constexpr = form.C
-        at, inside = _spots(spot, depth, form), (depth < form.K)[None, :]
-        tq = tl.load(made.q + at, mask=inside, other=0.0)
-        ta, tb = tl.load(made.a + at, mask=inside, other=0.0), tl.load(made.b + at, mask=inside, other=0.0)
-        tk = tb
-        if form.LOW:
-            tk = tl.load(made.k + at, mask=inside, other=0.0)
-        late = tl.full([C], 1.0, tl.float32)
-        early, after = late, late
-        whole = decay_of(tl.load(made.sums + spot * form.K + depth, mask=depth < form.K, other=0.0), form)
-    else:
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
-        ta, tb = tk, tk
-        if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-    return tq, tk, ta, tb, late, early, after, whole
-
-
-@triton.jit
 def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
     """A chunk's matrices but T with a gate per channel (for RWKV-7 T's place holds A), and one over the lengths."""
     n, h, start, tokens, chunk = find_chunk(packing)
@@ -435,7 +343,6 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
     from_q, from_k, from_a, from_b, from_g, _beta_at = _heads(q, k, a, b, gate, None, packing, n, h, start, form)
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
         tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
@@ -443,11 +350,7 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         if form.LOW:
             ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         g = _gates(gate, from_g, first, depth, tokens, 0, form)
-        if form.SINGLE:
-            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
-        else:
-            _keep_rows(matrices.rows, spot, depth, tq, tk, ta, tb, g, form)
-            ab, qb, ak, qk = _by_edges((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+        ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
@@ -455,6 +358,7 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     at = spot * (C * C) + _square(form)
     tl.store(matrices.pair + at, qb)
     if form.LOW:
@@ -513,7 +417,7 @@ def _shrink(late, early, after, lengths, chunk, form: tl.constexpr):
     if form.NORMALIZE:
         place = lengths + chunk * (2 * form.C) + tl.arange(0, form.C)
         of_q, of_k = tl.load(place), tl.load(place + form.C)
-        if form.GATE == 2 and form.SINGLE:
+        if form.GATE == 2:
             of_q, of_k = of_q[:, None], of_k[:, None]
         late, early, after = late * of_q, early * of_k, after * of_k
     return late, early, after
@@ -534,7 +438,6 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
     from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
-    places = from_q, from_k, from_a, from_b, from_g
     from_v = find_head(v, n, h, packing.ends, start)
     to = from_v
     if form.OUT:
@@ -545,11 +448,13 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         if not form.OUT:
             tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
+        tk = _rows(k, from_k, rows, depth, tokens, form)
         tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
-        tq, tk, ta, tb, late, early, after, whole = _chain_rows(
-            q, k, a, b, gate, places, matrices.rows, kept + chunk, first, depth, tokens, form
-        )  # fmt: skip
+        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
+        ta, tb = tk, tk
+        if form.LOW:
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         x = _reads(ta, early, state, form)
         missing = tv - x
         if form.LOW:
@@ -563,6 +468,7 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
                 kept_rows = missing - _dot(tl.load(matrices.read + at), u, tv, form)
             _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, kept_rows, form.V)
         if form.OUT:
+            tq = _rows(q, from_q, rows, depth, tokens, form)
             out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
             if form.LOW:
                 out += _dot(tl.load(matrices.plain + at), tv, tv, form)
@@ -591,7 +497,6 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
     from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
-    places = from_q, from_k, from_a, from_b, from_g
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
@@ -601,11 +506,14 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
         rows = first + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
         tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
+        tq = _rows(q, from_q, rows, depth, tokens, form)
         tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
-        tq, tk, ta, tb, late, early, after, whole = _chain_rows(
-            q, k, a, b, gate, places, matrices.rows, kept + chunk, first, depth, tokens, form
-        )  # fmt: skip
+        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
+        tk = _rows(k, from_k, rows, depth, tokens, form)
+        ta, tb = tk, tk
+        if form.LOW:
+            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
         du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
         dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
         if form.LOW:
@@ -693,39 +601,6 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
 
 
 @triton.jit
-def _inner_by_edges(sums, dg, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
-    """`_inner_by_channel` in half precision, by `_levels.py`, from symmetric pairs; adds to the gate's gradient too."""
-    dqb, _b, dab, _d, dqk, _f, dak, _h = pairs
-    C: tl.constexpr = form.C
-    BS: tl.constexpr = form.BS
-    dq, da, db, dk = sums
-    G = tl.cumsum(g, 0) * 1.4426950408889634
-    for level in range(form.LEVELS):
-        here, right = joined(level, C), right_rows(level, C)
-        decay = edge_decay(G, G, level, C, BS)
-        of_a = decay
-        if form.LOW:
-            of_a = edge_decay(tl.where(right, G - g * 1.4426950408889634, G), G, level, C, BS)
-        mixed, other = tl.where(right, tq, tb), tl.where(right, ta, tb)
-        found = decay * tl.dot(tl.where(here, dqb, 0.0), (mixed * decay).to(tq.dtype))
-        more = of_a * tl.dot(tl.where(here, dab, 0.0), (other * of_a).to(tq.dtype))
-        dq += tl.where(right, found, 0.0)
-        da += tl.where(right, more, 0.0)
-        db += tl.where(right, 0.0, found + more)
-        crossed = mixed * found + other * more
-        if form.LOW:
-            mixed, other = tl.where(right, tq, tk), tl.where(right, ta, tk)
-            found = decay * tl.dot(tl.where(here, dqk, 0.0), (mixed * decay).to(tq.dtype))
-            more = of_a * tl.dot(tl.where(here, dak, 0.0), (other * of_a).to(tq.dtype))
-            dq += tl.where(right, found, 0.0)
-            da += tl.where(right, more, 0.0)
-            dk += tl.where(right, 0.0, found + more)
-            crossed += mixed * found + other * more
-        dg += chosen_sums(crossings(level, C, False), crossed, tq)
-    return dq, da, db, dk, dg
-
-
-@triton.jit
 def _diagonal(x, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     return tl.sum(tl.where(i == j, x, 0.0), 1)[:, None]
@@ -802,24 +677,17 @@ def _slice_gradients(
     da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
     db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
     db *= factor[:, None]
-    end = whole * _held(states, at, depth, form, BS)
-    until = tb * db
+    end = whole * _held(states, at, depth, form, BS) + tl.sum(tb * db, 0)
     dk = db
     if form.LOW:
         from_v = find_head(v, n, h, packing.ends, start)
         dk = after * _sum_by_states(from_v, v.token, states.later, at, rows, depth, tokens, form, BS)
-        until += tk * dk
-    if form.SINGLE:
-        end += tl.sum(until, 0)
-        dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
-        since = tq * dq - tb * db + ta * da
-        if form.LOW:
-            since -= tk * dk
-        dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
-    else:
-        i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-        dg = end[None, :] + chosen_sums(j >= i, tq * dq + ta * da, tq) + chosen_sums(j < i, until, tq)
-        dq, da, db, dk, dg = _inner_by_edges((dq, da, db, dk), dg, tq, tk, ta, tb, g, pairs, form)
+        end += tl.sum(tk * dk, 0)
+    dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
+    since = tq * dq - tb * db + ta * da
+    if form.LOW:
+        since -= tk * dk
+    dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
     if form.LOW:  # a row's own gate follows its read
         dg -= ta * da
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
@@ -883,10 +751,6 @@ def gradients_by_channel(
         ak = _sum_of_pairs(from_dx, step, from_v, v.token, rows, tokens, form)
         ak_t = _sum_of_pairs(from_v, v.token, from_dx, step, rows, tokens, form)
     kind: tl.constexpr = v.data.dtype.element_ty
-    if not form.SINGLE:
-        below = tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
-        qb, ab = tl.where(below, qb, qb_t), tl.where(below, ab, ab_t)
-        qk, ak = tl.where(below, qk, qk_t), tl.where(below, ak, ak_t)
     pairs = (
         qb.to(kind), qb_t.to(kind), ab.to(kind), ab_t.to(kind), qk.to(kind), qk_t.to(kind), ak.to(kind), ak_t.to(kind)
     )  # fmt: skip

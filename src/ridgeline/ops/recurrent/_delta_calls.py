@@ -65,7 +65,9 @@ def delta_recurrence(args: Delta, given: Given, scale: float) -> Any:
         return per_head(t, HV).to(wide)
 
     more = (args.a, args.b) if args.beta is None else (args.beta.unsqueeze(-1),)
-    tokens = all_heads(k), args.v.to(wide), decays(args.g, HV, wide), *[all_heads(t) for t in more if t is not None]
+    decay = decays(args.g, HV, wide)
+    assert decay is not None
+    tokens = all_heads(k), args.v.to(wide), decay, *[all_heads(t) for t in more if t is not None]
     others = args.k, args.g, args.beta, args.a, args.b
     found = unrolled(low if args.beta is None else corrected, q, args.v, tokens, others, given, scale)
     return (found[0].to(kind), found[1]) if given.return_state else found.to(kind)

@@ -12,7 +12,6 @@ from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
-    DecayedRows,
     DeltaForm,
     Grads,
     Matrices,
@@ -59,10 +58,10 @@ class Tiles(NamedTuple):
     slice: int  # columns of v at a time in a program of one chunk
     channels: int  # at a time, where each has its gate
     warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
-    stages: int  # of the chains
+    stages: int
 
 
-def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K: int, V: int) -> Tiles:
+def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, K: int, V: int) -> Tiles:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     if gpu.backend == "cpu":  # the interpreter: several chunks and slices
         return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), 1)
@@ -70,8 +69,6 @@ def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, low: bool, K:
         return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), 1)
     if gpu.capability == 90 and gate == 1 and max(BK, BV) <= 128:
         return Tiles(64, min(BV, 64), min(BV, 64), BK, (4, 4, 8), 1)
-    if gpu.capability == 90 and max(BK, BV) <= 128:
-        return Tiles(64, min(BV, 64), min(BV, 64), min(BK, 16 if low else 32), (8, 8, 8), 1)
     BV = min(BV, 64 if BK <= 128 else 32)
     return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
 
@@ -92,7 +89,7 @@ def prepare(call: DeltaCall) -> Plan:
     """Makes the matrices of all chunks."""
     (B, T, HV, V), K = call.v.shape, call.k.shape[3]
     gpu, low = device.of(call.v), call.a is not None
-    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, low, K, V)
+    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, K, V)
     C = tiles.rows
     form = DeltaForm(
         K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2,
@@ -104,13 +101,7 @@ def prepare(call: DeltaCall) -> Plan:
     lengths = None
     if call.normalize:
         lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
-    rows = None
-    if form.GATE == 2 and not form.SINGLE:
-        shape, fresh = (B, HV, chunks, C, K), {"dtype": call.v.dtype, "device": call.v.device}
-        some = [torch.empty(shape, **fresh) for _ in range(3 + low)]
-        sums = torch.empty((B, HV, chunks, K), dtype=torch.float32, device=call.v.device)
-        rows = DecayedRows(*some, *([] if low else [None]), sums)
-    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths, rows)
+    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     plan = Plan(
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
@@ -170,7 +161,7 @@ def delta_bwd(
         form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
     )  # fmt: skip
     states = ChunkStates(None, None, before, later, solved, turned)
-    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": 1}
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages}
     if plan.form.GATE == 1:
         launch(
             gradients_by_token, plan.parallel, q, k, g, beta, rows, states, grads, plan.packing, call.scale, **facts

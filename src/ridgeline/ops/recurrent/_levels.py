@@ -1,10 +1,11 @@
 """Gates per channel within a chunk, in half precision: halves of halves, with one decay for both sides.
 
-At level l rows of a right block of 2^l rows see the rows of the left block beside it. With M the running sum of
-the gates at the left block's last row, one factor serves both: e^-|G - M|. So a tile of rows, q in right blocks and k in
+At level l rows of a right block of 2^l rows see the rows of the left block beside it. With M the running sum of the
+gates at the left block's last row, one factor serves both: e^-|G - M|. So a tile of rows, q in right blocks and k in
 left ones, times the symmetric matrix of their pairs gives dq in right blocks and dk in left ones.
-A gate's gradient sums the pairs on its two sides, and at each level one side is a block's rows after or before it: sums
-of terms that do not cancel. Differences of running sums round in float32, far below half precision.
+A gate's gradient sums the pairs on its two sides. At each level one side is the rows of a block after or before the
+gate, so the terms of these sums do not cancel. Differences of running sums round in float32, far below half precision.
+The loops over levels stay loops: unrolled, the masks of all levels would be kept in registers.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ A gate per channel weighs the channels of a and b (o, dv), or those of c and out
 No factor exceeds 1. A scalar gate is a matrix of e^(G_i - G_j). For gates per channel a chunk is halved again and
 again: at a level with blocks of n rows, rows of a right block see columns of the left block beside it, with the factors
 e^(decay since the block's edge) and e^(decay until the edge). So the exponents are sums of gates, never differences.
-The gradient of a gate starts anew in each chunk from <state, its gradient>, so that roundings do not add up over time.
-With a gate per token it sums the chunk's pairs on the gate's two sides; per channel it is a suffix sum of q dq - k dk.
-In half precision a gate per channel has the kernels of `_channels.py`.
+The gradient of a gate is a suffix sum of q dq - k dk; it starts anew every few chunks from <state, its gradient>, so
+that roundings do not add up over time. With a float32 gate per token a chunk's own pairs are summed apart.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class States(NamedTuple):
     last: Any  # written at the end, or None
     row: Any
     column: Any
-    marks: Any  # (sequences, heads, chunks, D, N), or packed (heads, chunks, D, N); None where there are none:
-    # states before each chunk, or after it in float32 with a gate per channel
+    marks: Any  # states after every MARK chunks, (sequences * heads, marks, D, N), or None
     decays: Any  # sums of the gates in each segment
 
 
@@ -71,7 +69,7 @@ class Sequences(NamedTuple):
     heads: Any
     segment: Any  # tokens of a segment
     segments: Any
-    chunks: Any  # room for chunks, per sequence and head, or per head
+    marks: Any  # per sequence
 
 
 class Form(NamedTuple):
@@ -87,6 +85,7 @@ class Form(NamedTuple):
     INSIDE: bool  # whether the channels of a gate are those of a and b
     REVERSE: bool
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
+    MARK: int  # chunks between marks
     SINGLE: bool  # float32 data
     PRECISION: str
     GRADIENT: bool  # whether the gate has one
@@ -130,7 +129,7 @@ def half_sums(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     """The part of a chunk's rows that comes from the chunk itself, with at most a gate per token, and each row's decay
-    since the chunk began and until it ends. With CROSSING also each gate's gradient from the chunk's own
+    since the chunk began and until it ends. With CROSSING, in float32, also each gate's gradient from the chunk's own
     pairs: the sum over pairs of an earlier row and this row or a later one."""
     C: tl.constexpr = form.C
     row = tl.arange(0, C)
@@ -153,7 +152,7 @@ def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
     crossing = tl.zeros([C], tl.float32)
-    if CROSSING and form.GATE == 1 and form.REVERSE:  # rows are keys and columns queries
+    if CROSSING and form.SINGLE and form.REVERSE:  # rows are keys and columns queries
         later = tl.cumsum(scores * tl.dot(own, tl.trans(c), input_precision=form.PRECISION), 1, reverse=True)
         crossing = tl.sum(tl.where(i < j, later, 0.0), 0)
     return out, before, after, crossing
@@ -230,12 +229,12 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 @triton.jit
 def _gate_sums(
-    gradient, places, rows, columns, part, here, mine, crossing, scale, state, g, form: tl.constexpr
+    gradient, places, rows, columns, part, here, mine, crossing, scale, state, edge, carry, form: tl.constexpr
 ):  # fmt: skip
-    """Forward: writes q dq. Reversed: reads them and writes the gate's gradient.
+    """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
 
-    mine: q dq or k dk of this chunk; for a gate per token without the chunk's own pairs, which `crossing` has.
-    marks: the state after this chunk, or with a gate per token before it."""
+    mine: q dq or k dk of this chunk; for a float32 gate per token without the chunk's own pairs, which `crossing` has.
+    marks: the state after this chunk, where it was kept."""
     place, into, marks = places
     if form.GATE == 1:
         spots = rows.to(tl.int64) * gradient.sums_token + part
@@ -248,20 +247,22 @@ def _gate_sums(
         tl.store(place + spots, mine, mask=kept)
     else:
         theirs = tl.load(place + spots, mask=kept, other=0.0)
-        at = tl.arange(0, form.BD)[:, None] * form.N + columns[None, :]
-        inside = (tl.arange(0, form.BD) < form.D)[:, None] & (columns < form.N)[None, :]
-        both = tl.sum(tl.load(marks + at, mask=inside, other=0.0) * state, 0)
-        if form.GATE == 1:  # sums over the two sides of a gate, whose terms do not cancel
-            i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-            found = tl.cumsum(theirs, 0, reverse=True) + tl.sum(tl.where(j < i, mine[None, :], 0.0), 1)
-            found += decay_of(tl.sum(g, 0), form) * tl.sum(both, 0) + scale * crossing
-        else:
-            steps = theirs - mine
-            if form.SHIFT:  # a row's own gate follows its read of the state: q dq counts from the next row on
-                later = kept & (rows < here - 1)[:, None] & (tl.arange(0, form.C) < form.C - 1)[:, None]
-                steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
-            found = tl.cumsum(steps, 0, reverse=True) + both[None, :]
+        if edge:
+            at = tl.arange(0, form.BD)[:, None] * form.N + columns[None, :]
+            inside = (tl.arange(0, form.BD) < form.D)[:, None] & (columns < form.N)[None, :]
+            both = tl.load(marks + at, mask=inside, other=0.0) * state
+            carry = tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0)
+        apart = theirs - mine
+        steps = apart
+        if form.SHIFT:  # a row's own gate follows its read of the state: q dq counts from the next row on
+            later = kept & (rows < here - 1)[:, None] & (tl.arange(0, form.C) < form.C - 1)[:, None]
+            steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
+        found = tl.cumsum(steps, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
+        if form.GATE == 1 and form.SINGLE:
+            found += scale * crossing
         tl.store(into + spots, found, mask=kept)
+        carry += tl.sum(apart, 0)
+    return carry
 
 
 @triton.jit
@@ -272,15 +273,6 @@ def find_span(sequences, n):
         start = tl.load(sequences.ends + n).to(tl.int64)
         tokens = (tl.load(sequences.ends + n + 1) - start).to(tl.int32)
     return start, tokens
-
-
-@triton.jit
-def find_room(sequences, pair, h, n, start, C: tl.constexpr):
-    """Where the chunks of a sequence and head are kept: a packed sequence has room for one more than it may need."""
-    room = pair.to(tl.int64) * sequences.chunks
-    if sequences.ends is not None:
-        room = h.to(tl.int64) * sequences.chunks + start // C + n
-    return room
 
 
 @triton.jit
@@ -362,7 +354,7 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         if sequences.ends is None:
             sums += n.to(tl.int64) * gradient.sums_batch
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
-    room = find_room(sequences, pair, h, n, start, form.C)
+    carry = tl.zeros([BN], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     decay = tl.zeros([wide], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     of_bonus = tl.zeros([BN], tl.float32)
     begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
@@ -384,12 +376,16 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         if OUT:
             found = scale * found + beyond
             if OUT and form.GRADIENT:
-                terms = own.to(tl.float32) * (beyond if form.GATE == 1 else found)
-                place = states.marks + (room + first // form.C) * (form.D * form.N)
-                if not form.REVERSE:
-                    tl.store(place + plain, state if form.GATE == 1 else other, mask=inside)
-                at = gradient.sums + sums, gradient.into + sums, place
-                _gate_sums(gradient, at, rows, columns, part, end, terms, crossing, scale, state, g, form)
+                terms = own.to(tl.float32) * (beyond if form.GATE == 1 and form.SINGLE else found)
+                index = first // form.C
+                edge = (index % form.MARK == form.MARK - 1) | (first + form.C >= tokens)
+                place = (pair.to(tl.int64) * sequences.marks + index // form.MARK) * (form.D * form.N)
+                if not form.REVERSE and edge:
+                    tl.store(states.marks + place + plain, other, mask=inside)
+                at = gradient.sums + sums, gradient.into + sums, states.marks + place
+                carry = _gate_sums(
+                    gradient, at, rows, columns, part, end, terms, crossing, scale, state, edge, carry, form
+                )  # fmt: skip
                 if form.BONUS:
                     of_bonus += scale * tl.sum(own.to(tl.float32) * tc.to(tl.float32) * diagonal[:, None], 0)
             if form.GATE == 2:

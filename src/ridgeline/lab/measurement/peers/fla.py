@@ -1,4 +1,7 @@
-"""flash-linear-attention's Triton kernels. It searches configurations when a kind of call comes first."""
+"""flash-linear-attention's Triton kernels.
+
+It searches configurations when a kind of call comes first.
+"""
 
 from __future__ import annotations
 

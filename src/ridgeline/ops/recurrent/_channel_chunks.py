@@ -1,0 +1,152 @@
+"""Starts of `_channels.py`: `triton_levels` of the ops with a gate per channel, in half precision."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.ops.recurrent import _chunks
+from ridgeline.ops.recurrent._channels import Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
+from ridgeline.ops.recurrent._delta import Packing
+from ridgeline.ops.recurrent._scan import Form, States, chain_segments
+
+Maybe = torch.Tensor | None
+
+
+class ChannelPass(NamedTuple):
+    """One scan: out from a, b and c, among which are q and k of `made`."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    out: torch.Tensor
+    inside: bool
+    reverse: bool
+    first: Maybe
+    last: Maybe
+    marks: Maybe = None  # states before chunks
+    ends: Maybe = None
+
+
+class Plan(NamedTuple):
+    """What the kernels of a call share."""
+
+    call: _chunks.Call
+    form: PairForm
+    packing: Packing
+    grid: tuple[int, int]  # of the kernels that run over all chunks
+    warps: int  # of these
+
+
+def channel_tiles(gpu: device.Device, D: int, N: int) -> tuple[int, int, int, int]:
+    """Returns BN, the rows of a chunk, warps and stages of a scan."""
+    BD, BN = (max(16, triton.next_power_of_2(n)) for n in (D, N))
+    if gpu.backend == "cpu":  # the interpreter: several chunks of few tokens
+        return min(BN, 32), 16, 4, 1
+    if gpu.capability != 90:
+        return min(BN, 32), 32, 4, 1
+    return min(BN, 64 if BD <= 128 else 32), 64, 4 if BD <= 128 else 8, 2  # two programs a multiprocessor
+
+
+def own_tiles(gpu: device.Device, K: int, V: int) -> tuple[int, int, int]:
+    """Returns channels at a time, v's columns at a time and warps for the kernels of a chunk's own pairs."""
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    if gpu.backend == "cpu":
+        return 16, 16, 4
+    return min(BK, 32), min(BV, 64), 8 if gpu.capability == 90 else 4
+
+
+def prepare(call: _chunks.Call) -> Plan:
+    (B, T, HV, V), K, gpu, N = call.v.shape, call.q.shape[3], device.of(call.q), call.sequences
+    C = channel_tiles(gpu, K, V)[1]
+    BS, BV, warps = own_tiles(gpu, K, V)
+    chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
+    form = PairForm(K, V, BS, BV, C, C.bit_length() - 1, call.u is not None)
+    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV), warps)
+
+
+def own_weights(plan: Plan) -> Prepared:
+    """Makes q and k with their decays and their weights."""
+    call, form, grid = plan.call, plan.form, plan.grid
+    fresh: dict[str, Any] = {"dtype": call.q.dtype, "device": call.q.device}
+    of_q, of_k = (torch.empty((*grid, form.C, form.K), **fresh) for _ in range(2))
+    sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
+    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
+    args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
+    launch(own_pairs, grid, *args, made, plan.packing, form=form, num_warps=plan.warps, num_stages=1)
+    return made
+
+
+def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
+    """Starts a pass: one kernel, or where a sequence is cut into segments, three."""
+    call, gpu, heads = plan.call, device.of(one.out), plan.call.sequences * plan.call.v.shape[2]
+    D, width, like = one.a.shape[-1], one.c.shape[-1], one.out
+    BN, C, warps, stages = channel_tiles(gpu, D, width)
+    slices = -(-width // BN)
+    count, length = _chunks.segments(gpu, heads * slices, call.q.shape[1], C)
+    form = Form(
+        D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, 2, one.inside, one.reverse,
+        call.u is not None, 1, False, call.precision, False, False,
+    )  # fmt: skip
+    starts = decays = None
+    if count > 1:
+        starts = like.new_empty((count, heads, D, width), dtype=torch.float32)
+        decays = like.new_empty((count, heads, D if one.inside else width), dtype=torch.float32)
+    row, column = (width, 1) if one.inside else (1, D)
+    states = States(starts, one.first, one.last, row, column, one.marks, decays)
+    if one.inside:
+        args: tuple[Any, ...] = one.a, one.b, call.rows(one.c), call.rows(one.out)
+    else:
+        args = call.rows(one.a), call.rows(one.b), one.c, call.rows(one.out)
+    grid = count * slices, heads
+    facts: dict[str, Any] = {"form": form, "num_warps": warps, "num_stages": stages}
+    args = *args, made, one.ends, states, plan.packing, length, call.scale
+    if starts is not None:
+        launch(scan_channels, grid, *args, **facts, OUT=False)
+        launch(chain_segments, (slices, heads), states, count, **facts)
+    launch(scan_channels, grid, *args, **facts, OUT=True)
+
+
+def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = _chunks.Call(*inputs)
+    plan = prepare(call)
+    made = own_weights(plan)
+    scan(plan, made, ChannelPass(made.q, made.k, call.v, o, True, False, call.first, last))
+
+
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
+    dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    """Three scans, of which two leave dq and dk without the chunks' own pairs, and a kernel for these and dg."""
+    call = _chunks.Call(*inputs)
+    q, k, v, plan = call.q, call.k, call.v, prepare(call)
+    form, grid = plan.form, plan.grid
+    marks = torch.empty((*grid, form.V, form.K), dtype=q.dtype, device=q.device)
+    fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
+    ends, partial = torch.empty((*grid, form.K), **fresh), None
+    if du is not None:
+        partial = torch.zeros((v.shape[0], v.shape[2], grid[0], form.K), **fresh)
+    made = own_weights(plan)
+    scan(plan, made, ChannelPass(do, v, made.k, dq, False, False, call.first, None, marks))
+    scan(plan, made, ChannelPass(v, do, made.q, dk, False, True, dlast, None, marks, ends))
+    scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
+    del marks
+    args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
+    launch(
+        own_gradients, grid, *args, Own(dq, dk, dg, ends, partial), plan.packing, call.scale, form=form,
+        num_warps=plan.warps, num_stages=1,
+    )  # fmt: skip
+    if partial is not None and du is not None:
+        torch.sum(partial, (0, 2), out=du)
+
+
+def refusal(*args: Any, **_: Any) -> str | None:
+    """Why these kernels do not take a call that `triton` takes, or None."""
+    if len(args) < 4 or not isinstance(args[3], torch.Tensor) or args[3].dim() != 4:
+        return "the gate must be one per channel"
+    return "one token is a decoder's step, which `triton` serves" if args[0].shape[1] == 1 else None
