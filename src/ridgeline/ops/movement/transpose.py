@@ -137,19 +137,10 @@ _rung("cuda_swizzled", "an xor swizzle: no conflicts and no padding", partial(sm
 TMA = {"supports": _permute.boxes_only, "arch": 90, "shared": 227 << 10}
 _rung("cuda_tma", "TMA moves tiles through a ring; persistent blocks transpose", boxes, 1.2, DRAM, **TMA)
 WIDE = "float32", "float16", "bfloat16", "int32", "int16"
-GLUON: dict[str, Any] = {"kind": "gluon", "dtypes": WIDE, "newest": 90}
-_rung(
-    "gluon",
-    "cuda_tma in Gluon: a layout assigns squares to threads",
-    _gluon,
-    1.0,
-    DRAM,
-    _permute.boxes_only,
-    arch=90,
-    **GLUON,
-)
+GLUON: dict[str, Any] = {"supports": _permute.boxes_only, "kind": "gluon", "dtypes": WIDE, "arch": 90, "newest": 90}
+_rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon, 1.0, DRAM, **GLUON)
 SERVED: dict[str, Any] = {"unless": _permute.too_large, "served": True}
-idea = "any permutation of any strides: rows, or tiles wide on both sides; other rungs take _permute.matrices"
+idea = "any permutation of any strides: rows, or tiles wide on both sides; other rungs take matrices"
 _rung("triton", idea, _permute.permute, 0.0, DRAM, _permute.too_large, kind="triton", **SERVED)
 _rung(
     "cuda_packed", "16 bytes per load and store; threads transpose squares in registers", packed, 1.05, ISSUED, **SERVED
