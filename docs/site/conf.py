@@ -61,6 +61,7 @@ HEADINGS = Path(__file__).parent / "_headings.json"
 CHINESE = HEADINGS.exists()
 headings: dict[str, list[list[str]]] = json.loads(HEADINGS.read_text()) if CHINESE else {}
 language = "zh_CN" if CHINESE else "en"
+html_search_language = "en"  # Sphinx 9.0's search in Chinese names a stemmer that it does not ship
 
 BARS = ("\u00af", "\u2015")
 TORCH = "https://docs.pytorch.org/docs/stable/"

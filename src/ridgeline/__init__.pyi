@@ -863,9 +863,8 @@ def nms(
     boxes: (N, 4), floating point: left, top, right, bottom; N at most 262144 on a GPU. scores: (N,), floating point.
     threshold: a number. classes: (N,), int64 or int32. Overlaps are computed in float32, whatever the dtype.
     Returns (kept, count). kept: (N,), int64, the kept boxes' indices by falling score, then -1. count: (), int64, how
-    many there are. The number depends on the data, so a tensor of just that length would make the host wait: take
-    `kept[:count]` where waiting does not matter, else treat -1 as no box. There are no gradients. On a GPU it needs a
-    bit for each pair: 12.5 MB for 10,000 boxes.
+    many there are. A tensor of just that length would make the host wait: take `kept[:count]` where waiting does not
+    matter, else treat -1 as no box. There are no gradients. On a GPU it needs 12.5 MB for 10,000 boxes, a bit a pair.
     Raises RidgelineError if shapes, dtypes, devices or the threshold do not match the above, or if `impl` cannot run
     the call.
     """

@@ -179,6 +179,8 @@ def take(
         if not bool(stored[2].isfinite().all()):  # type: ignore[union-attr]
             raise RidgelineError(f"the tensor {name}.scales of {folder} is damaged: it holds infinities or NaN")
         bias = weights.pop(f"{name}.bias", None)
+        if bias is not None and linear.bias is None and not bool(bias.count_nonzero()):
+            bias = None  # AutoGPTQ writes zeros for layers without a bias
         try:
             group = found.group or linear.in_features
             made = Int4Linear(linear.in_features, linear.out_features, False, device, group=group, layout=found.layout)

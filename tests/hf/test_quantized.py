@@ -177,7 +177,7 @@ DAMAGE = {
     "short": (lambda s: s.update({f"{Q}.qweight": s[f"{Q}.qweight"][:4].clone()}), f"layer {Q} of .* does not fit"),
     "g_idx": (lambda s: s[f"{Q}.g_idx"].fill_(1), f"the layer {Q} of .* g_idx must have"),
     "g_idx below 0": (lambda s: s[f"{Q}.g_idx"].fill_(-1), f"the layer {Q} of .* g_idx must count groups from 0"),
-    "bias": (lambda s: s.update({f"{Q}.bias": torch.zeros(32)}), f"the tensor {Q}.bias"),
+    "bias": (lambda s: s.update({f"{Q}.bias": torch.ones(32)}), f"the tensor {Q}.bias"),
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device, tuning
 from ridgeline.boundary import INTERPRETED, Function, differentiate, early, first_order, kernel_op, launch
-from ridgeline.op import Cost, Implementation, Op, RidgelineError, dtype_name, get, nbytes
+from ridgeline.op import Cost, Implementation, Op, RidgelineError, dtype_name, get, nbytes, readable
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import in_autocast, rows_of
@@ -410,6 +410,9 @@ def check_groups(op: str, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, g_
         raise RidgelineError(f"{op}: zero must be uint8 {tuple(scale.shape)}, got {zero.dtype} {tuple(zero.shape)}")
     if g_idx is not None and (g_idx.dtype not in (torch.int32, torch.int64) or tuple(g_idx.shape) != (K,)):
         raise RidgelineError(f"{op}: g_idx must be int32 ({K},), got {g_idx.dtype} {tuple(g_idx.shape)}")
+    if g_idx is not None and readable(g_idx) and K and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < scale.shape[1]:
+        found = f"{int(g_idx.min())} to {int(g_idx.max())}"
+        raise RidgelineError(f"{op}: g_idx must count groups from 0 to {scale.shape[1] - 1}, got {found}")
 
 
 def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *rest: Any) -> str | None:
