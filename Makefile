@@ -11,7 +11,9 @@ JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 VENV := .venv
 READY := $(VENV)/.ready
 PY := $(VENV)/bin/python
-ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# The interpreter's products are NumPy's: one kernel of OpenBLAS for all processors, so that roundings are the same.
+CORE := $(if $(filter x86_64,$(shell uname -m)),OPENBLAS_CORETYPE=Haswell)
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(CORE)
 PYTEST := $(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) --timeout 300
 TRITONS := 3.6.0 3.9.0
 # The two newest minor versions that `make test-hf` runs with.
