@@ -129,7 +129,6 @@ NMS = Op(
     reference=reference,
     cost=cost,
     flops={"nms_fwd": lambda boxes, *_: 7 * boxes.shape[0] * max(0, boxes.shape[0] - 1)},
-    sharding=lambda **_: None,
     cases=[
         _case(100, 200),
         _case(290, 150, 0.3),
