@@ -43,7 +43,7 @@ def transposed(t):
 
 
 COARSE = ("layer_norm", "add_layer_norm")
-LINEAR = ("copy", "cumsum", "index_add", "transpose")  # their gradients do not depend on the inputs
+LINEAR = ("copy", "cumsum", "index_add", "sum_to", "transpose")  # their gradients do not depend on the inputs
 UNORDERED = ("histogram",)  # it counts the same, wherever an element is
 MATRICES = {op: case for op in registry().values() if not op.mutates and op.family != "loss" and (case := matrix(op))}
 CASES = [pytest.param(op, dtype, id=f"{op.name}-{dtype}") for op, case in MATRICES.items() for dtype in case.dtypes]

@@ -7,6 +7,7 @@ dimension, while torch takes them in dimension 1.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -120,6 +121,14 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         options: dict[str, Any] = {"eps": self.eps, "activation": self.activation}
         return ridgeline.group_norm(input, self.num_groups, self.weight, self.bias, **options)
+
+    # Torch's arguments, which differ between its versions, and one more.
+    __signature__ = inspect.signature(nn.GroupNorm).replace(
+        parameters=[
+            *inspect.signature(nn.GroupNorm).parameters.values(),
+            inspect.Parameter("activation", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="str | None"),
+        ]
+    )
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
