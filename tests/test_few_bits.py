@@ -7,6 +7,7 @@ import ridgeline
 from ridgeline import few_bits, formats, nn
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
+from ridgeline.ops.matmul import _few_bits
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -296,3 +297,22 @@ def test_more_kernels_in_half_precision(rows: int, group: int) -> None:
         exact = ridgeline.mxfp4_linear(x.double(), q, powers, impl="naive")
         y = ridgeline.mxfp4_linear(x.to(dtype), q, powers, impl="triton")
         assert (y - exact).norm() <= eps * exact.norm()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "int8", "mxfp4"])
+def test_the_kernel_that_dequantises(kind: str, device: str) -> None:
+    """Rows and columns past a tile, against the formula in plain PyTorch."""
+    N, K = 5, 1088
+    scale, zero = torch.rand(N, K // 32), None
+    q = torch.randint(0, 256, (N, K // 2), dtype=torch.uint8)
+    if kind == "int4 with zeros":
+        zero = torch.randint(0, 16, scale.shape, dtype=torch.uint8)
+    elif kind == "int8":
+        q, scale = torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
+    elif kind == "mxfp4":
+        scale = torch.randint(110, 130, scale.shape).byte()
+    wanted = _few_bits.dequantised(q, scale, zero, torch.float32)
+    given = [None if t is None else t.to(device) for t in (q, scale, zero)]
+    found = torch.ops.ridgeline.few_bits_weight(*given, torch.float32)
+    torch.testing.assert_close(found.cpu(), wanted)

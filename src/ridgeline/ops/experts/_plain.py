@@ -45,7 +45,7 @@ def not_grouped_mm(x: _T, w: _T, *_: Any, **__: Any) -> str | None:
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return f"torch's grouped_mm takes bfloat16 on a GPU, and x is {x.dtype} on {x.device.type}"
     if w.numel() >= 1 << 31:
-        return "torch 2.11's grouped_mm writes outside its result where w has 2^31 elements or more"
+        return "torch's grouped_mm is not called for a w of 2^31 elements or more: 2.11 broke the GPU's context"
     for t in (x, w):
         *_, row, column = t.stride()
         if 1 not in (row, column) or max(row, column) % 8 or t.data_ptr() % 16 or 0 in t.shape:
