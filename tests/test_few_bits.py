@@ -124,6 +124,15 @@ def test_modules_of_a_linear_layer() -> None:
     assert torch.equal(again(x), eight(x))
 
 
+def test_zeros_that_gptq_cannot_store_are_refused_at_once() -> None:
+    linear = torch.nn.Linear(32, 8, bias=False)
+    with torch.no_grad():
+        linear.weight.abs_()
+        with pytest.raises(RidgelineError, match="use 'gptq_v2'"):
+            nn.Int4Linear.of(linear, group=32, layout="gptq")
+        assert nn.Int4Linear.of(linear, group=32, layout="gptq_v2").state_dict()["qzeros"].numel() == 1
+
+
 def test_fp8_layers_are_for_inference() -> None:
     linear, x = torch.nn.Linear(64, 16), torch.randn(2, 5, 64)
     made = nn.Fp8InferenceLinear.of(linear)

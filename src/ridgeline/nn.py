@@ -436,6 +436,11 @@ class Int4Linear(nn.Module):
         facts: dict[str, Any] = {"group": group, "layout": "gptq_v2"} | options
         made = cls(weight.shape[1], weight.shape[0], bias is not None, weight.device, weight.dtype, **facts)
         made.q, made.scale, made.zero = ridgeline.quantize_int4(weight, group=group)  # type: ignore[assignment]
+        if made.layout == "gptq" and not made.zero.is_meta and not made.zero.all():
+            raise RidgelineError(
+                "Int4Linear.of: a group without negative weights has zero 0, which layout 'gptq' cannot store; "
+                "use 'gptq_v2'"
+            )
         if bias is not None:
             made.bias = bias.detach().clone()
         return made

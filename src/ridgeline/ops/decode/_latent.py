@@ -144,9 +144,14 @@ def rule(gpu: device.Device, rows: int, width: int, size: int, bits: int, paged:
     which need no room."""
     if gpu.backend == "cpu":
         return {"BN": 16, "num_warps": 4, "num_stages": 1}
-    for bn, stages in ((32, 4 if rows < 64 else 3), (32, 3), (16, 3), (16, 2)):
-        held = (stages - 1) * bits + (0 if bits == size else 2 * size)
-        if rows * width * size + bn * width * held + 12288 <= gpu.shared_memory:
+    blackwell, most = gpu.capability in (100, 103), 4 if rows < 64 else 3
+    tensor_memory = blackwell and rows >= 64  # the products' operands wait in shared memory, two tiles more of them
+    tiles = ((32, most), (32, 3), (16, 3), (16, 2))
+    if blackwell:  # by registers; untimed there
+        tiles = ((32, 2), (16, 2)) if tensor_memory else ((16, 2),)
+    for bn, stages in tiles:
+        held = (stages + 1 if tensor_memory else stages - 1) * bits + (0 if bits == size else 2 * size)
+        if rows * width * size + bn * width * held + (32768 if tensor_memory else 12288) <= gpu.shared_memory:
             return {"BN": bn, "num_warps": 8, "num_stages": stages + 2 * paged}
     return {"BN": 16, "num_warps": 8, "num_stages": 1}
 
