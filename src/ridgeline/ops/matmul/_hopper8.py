@@ -379,7 +379,7 @@ def unless(a: torch.Tensor, b: torch.Tensor, *scales: Any, **_: Any) -> str | No
     if a.shape[0] > 64:
         return None
     if (
-        a.shape[0] >= 16
+        a.shape[0] > 16
         and b.shape[1] >= 8192
         and a.dtype != torch.int8
         and len(scales) > 1
