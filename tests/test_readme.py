@@ -258,7 +258,7 @@ def test_every_recorded_gpu_has_a_page(house, monkeypatch: pytest.MonkeyPatch) -
     made = {path.name: path.read_text() for path in (house / "docs/measured").iterdir()}
     assert set(made) == {"h100.md", "h100.svg"}
     front_page = (house / "README.md").read_text()
-    assert front_page.startswith("before\n<!-- headline -->\nMeasured on one NVIDIA H100 80GB HBM3 in bfloat16:")
+    assert front_page.startswith("before\n<!-- headline -->\nMeasured in bfloat16 on one NVIDIA H100 80GB HBM3:")
     assert front_page.endswith("<!-- /table -->\nafter\n")
     path = record(house, "h200", name="NVIDIA H200", seed=1, ops=("softmax", "mul"))
     assert verb(monkeypatch) == 0

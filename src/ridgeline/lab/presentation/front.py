@@ -86,7 +86,8 @@ def headline(
     """
     step = model_table.headline([*models], where)
     lines = [*([step] if step else []), _attention(found, ops), _loss(found, ops), _memory(found, ops)]
-    return f"Measured on one {gpu} in bfloat16:\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
+    unless = " unless another GPU is named" if where else ""
+    return f"Measured in bfloat16 on one {gpu}{unless}:\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
 
 
 def points(op: Op, deterministic: bool) -> list[str]:
