@@ -67,4 +67,4 @@ def cases(op: Op) -> str:
         found.setdefault(name, []).append(case.name if dtype == "bfloat16" else f"{case.name} in {dtype}")
     if len(found) < 2:
         return ""
-    return "\n".join(f"- `{name}` serves {plain('; '.join(names))}." for name, names in found.items())
+    return "\n".join(f"- Served by `{name}`: {plain('; '.join(names))}." for name, names in found.items())
