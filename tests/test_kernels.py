@@ -266,7 +266,8 @@ CHECKS = 2  # small cases of an op, beside its benchmarks
 LARGE = ("attention", "attention_varlen")
 # Ops with one kernel in dozens of forms: one of each kind is compiled everywhere.
 MANY = ("linear_attention", "gated_linear_attention", "rwkv6", "ssd", "gated_delta_rule", "rwkv7")
-FULL = "sm_90"  # what results are recorded of: all its kernels are compiled; elsewhere one of each kind
+MANY += ("moe", "conv2d", "batch_norm", "flex_attention", "fp8_linear")
+FULL = "sm_90"  # what results are recorded of: benchmarks' kernels are compiled, and one of each kind; elsewhere these
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn
 
@@ -363,7 +364,8 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
 
 
 def kernels(implementation: Implementation, arch: str, every: bool) -> list[inspect.Resources]:
-    """The different kernels of an implementation, over its benchmarks, small cases and dtypes, forward and backward."""
+    """Kernels of an implementation, over its benchmarks, small cases and dtypes, forward and backward. With `every` all
+    that differ."""
     if implementation.op.name in LARGE and not every:  # what implementations share is compiled for the first of them
         able = [i for name in LARGE for i in op.registry()[name].implementations.values() if runs(i, arch)]
         all_of_them = (one for i in able for one in calls(i, arch, None if arch == FULL else 0))
@@ -371,8 +373,10 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
     else:
         found = [*calls(implementation, arch)]
     different = {inspect.signature(launch): (launch, facts) for launch, facts in found}
-    if (arch != FULL or implementation.op.name in MANY) and implementation.op.name not in LARGE and not every:
+    if implementation.op.name not in LARGE and not every:
         chosen = {inspect.signature(launch) for launch, _ in one_of_each(found)}
+        if arch == FULL and implementation.op.name not in MANY:
+            chosen |= {inspect.signature(launch) for launch, facts in found if facts["bench"]}
         different = {signature: one for signature, one in different.items() if signature in chosen}
     inspect.compile_side_by_side([launch for launch, _ in different.values()], arch)
     made = []
