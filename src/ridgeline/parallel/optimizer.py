@@ -22,8 +22,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of which each rank updates whole parameters, about 1/N of all, and sends them to the others.
 
     params, kind, options: as `kind(params, **options)` takes them. Gradients must be equal on all ranks already.
-    A parameter goes to the rank that has the fewest bytes so far. state_dict() gathers the states of all ranks, so it
-    is a collective; it loads on any number of ranks, and into a plain `kind`."""
+    A parameter goes to the rank that has the fewest bytes so far. state_dict() gathers the states of all ranks into the
+    host's memory, so it is a collective; it loads on any number of ranks and any device, and into a plain `kind`."""
 
     def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer], *, group: Any = None, **options: Any):
         self.group, self.world, self.here = group, groups.size(group), groups.rank(group)
@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         assert self.local is not None
-        own = {n: self.local.state[p] for n, p in enumerate(self._numbered()) if p in self.local.state}
+        own = {n: _on_host(self.local.state[p]) for n, p in enumerate(self._numbered()) if p in self.local.state}
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, own, group=self.group)
         state: dict[int, Any] = {}
@@ -91,6 +91,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             saved |= {name: value for name, value in whole.items() if name != "params"}
         state = {place[n]: value for n, value in state_dict["state"].items() if n in place}
         self.local.load_state_dict({"state": state, "param_groups": saved_groups})
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state whose tensors are on the CPU: pickled, those of a GPU would arrive on the sender's."""
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 class FlatShardedOptimizer(torch.optim.Optimizer):
