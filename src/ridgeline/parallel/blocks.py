@@ -152,9 +152,7 @@ def _wide(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, piece: Piece, given: Given
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _scores(q: torch.Tensor, k: torch.Tensor, piece: Piece, given: Given) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Returns scores (batch, heads of k, heads that share one, rows, columns), and the softcap's slope."""
     s = _wide(q).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])) @ _wide(k)[:, :, None].mT * given.scale
     slope: torch.Tensor | float = 1.0

@@ -230,8 +230,15 @@ def _split(
 
 
 def ulysses_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Any = None, cu_seqlens: Any = None,
-    layout: str = "plain", sinks: torch.Tensor | None = None, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    cu_seqlens: Any = None,
+    layout: str = "plain",
+    sinks: torch.Tensor | None = None,
+    **options: Any,
 ) -> torch.Tensor:
     """Returns `ridgeline.attention` of a split sequence: an all-to-all gives each rank whole sequences of some heads.
 

@@ -13,7 +13,9 @@ import torch
 
 from ridgeline.lab import units
 from ridgeline.lab.measurement import store
-from ridgeline.lab.measurement.parallel_ranks import PARTS, Row, Work, formulas, rows
+from ridgeline.lab.measurement.parallel_clock import Row, Work
+from ridgeline.lab.measurement.parallel_cuts import PARTS as CUTS
+from ridgeline.lab.measurement.parallel_ranks import PARTS, formulas, rows
 from ridgeline.lab.measurement.parallel_ranks import ranked as of_one_rank
 from ridgeline.lab.tables import print_table
 from ridgeline.lm.sizes import SIZES, size
@@ -22,6 +24,11 @@ from ridgeline.parallel import groups
 
 POWERS = {"K": 10, "M": 20, "G": 30}
 GLOO = "gloo on one machine: these are figures of this machine's memory and its cores, and of no network"
+
+SHARED = (
+    "ring, tensor, pipeline: predicted is a rank's part of the time alone, and what it moves; idle is the share of the "
+    "step beyond an N-th of the time alone; kept: activations of stages and micro-batches"
+)
 
 
 def whole(text: str) -> int:
@@ -74,6 +81,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=whole, default=128, metavar="N", help="tokens of a sequence (128)")
     add("--batch", type=whole, default=2, metavar="N", help="sequences of each rank (2)")
     add("--buckets", type=numbers, default=(), metavar="MB", help="further buckets of data: 1,10,100,1000")
+    add("--microbatches", type=whole, metavar="N", help="of a pipeline, each of --batch sequences (twice the ranks)")
     add("--rungs", type=words, default=(), metavar="NAMES", help="only these rungs")
     add("--budget", type=float, default=0.5, metavar="S", help="seconds for the timing of a row (0.5)")
     add("--warmups", type=whole, default=5, metavar="N", help="runs before those that are timed (5)")
@@ -91,12 +99,12 @@ def measured(options: argparse.Namespace) -> list[Row] | None:
     parts = (options.part,) if options.part else PARTS
 
     if options.dry and options.part == "collectives":
-        raise RidgelineError("parallel bench: --dry is for strategies: data, optimizer or fsdp")
+        raise RidgelineError(f"parallel bench: --dry is for strategies: {', '.join(PARTS[1:])}")
 
     def work(backend: str) -> Work:
         impl = "ridgeline" if backend == "nccl" else "torch"
         return Work(parts, options.bytes, model, options.context, options.batch, impl, options.budget,
-                    options.buckets, options.rungs, options.warmups)  # fmt: skip
+                    options.buckets, options.rungs, options.warmups, options.microbatches)  # fmt: skip
 
     if options.dry:
         return [row for world in options.world or (2,) for row in formulas(work("nccl"), world)]
@@ -156,15 +164,52 @@ def show_strategies(part: str, some: list[Row]) -> None:
             continue
         cells.append([r["rung"], *times, exposed(r), units.seconds(r["predicted"]), moves(r),
                       units.size(sum(r["bytes_moved"].values())), formula(r)])  # fmt: skip
-        there, said = r["memory"], r["memory_predicted"]
-        pairs = [units.size(kind[name]) for name in ("init", "before", "after") for kind in (there, said)]
-        held.append([r["rung"], *pairs, units.size(said["buffers"])])
+        held.append(remembered(r))
     title = f"{part}, world {some[0]['world']}, {some[0]['backend']}, {some[0]['impl']}'s ops"
     figures = ["step", "±", "exposed", "to move, predicted", "calls", "bytes", "formula"]
     print_table(title, ["rung"], figures, cells)
+    show_memory(part, some[0], held)
+
+
+def remembered(row: Row) -> list[str]:
+    """Returns the cells of a row of memory."""
+    there, said = row["memory"], row["memory_predicted"]
+    pairs = [units.size(kind[name]) for name in ("init", "before", "after") for kind in (there, said)]
+    return [row["rung"], *pairs, units.size(said["buffers"])]
+
+
+def show_memory(part: str, one: Row, cells: list[list[str]]) -> None:
     figures = ["init", "formula", "before step", "formula", "after step", "formula", "buffers, formula"]
-    gpu = some[0]["device"] != "cpu"
-    print_table(f"{part}, memory of a rank" + (", peaks" if gpu else ", counted"), ["rung"], figures, held)
+    gpu = one["device"] != "cpu"
+    print_table(f"{part}, memory of a rank" + (", peaks" if gpu else ", counted"), ["rung"], figures, cells)
+
+
+def show_cuts(part: str, some: list[Row]) -> None:
+    """Prints a part whose ranks share one batch."""
+    cells, held = [], []
+    waits = part == "pipeline"
+    for r in (r for r in some if not r["wrong"] and "seconds" in r):
+        times = [units.seconds(r["seconds"]["median"]), units.spread(r["seconds"])]
+        if "alone" not in r:
+            cells.append([r["rung"], *times, *[units.DASH] * (8 if waits else 5)])
+            continue
+        idle = []
+        if waits:
+            idle = [units.percent(r["idle"]), units.percent(r["idle_predicted"]), f"{r['live']}, {r['live_predicted']}"]
+        moves_ = [moves(r), units.size(sum(r["bytes_moved"].values())), formula(r)]
+        cells.append([r["rung"], *times, units.seconds(r["step_predicted"]), *idle,
+                      units.seconds(r["predicted"]), *moves_])  # fmt: skip
+        if "memory" in r:
+            held.append(remembered(r))
+    one = some[0]
+    title = f"{part}, world {one['world']}, {one['backend']}, {one['impl']}'s ops"
+    if waits:
+        title += f", {one['layers']} layers, {one['microbatches']} micro-batches; rank 0"
+    figures = ["step", "±", "predicted", *(["idle", "predicted", "kept, formula"] if waits else []), "to move",
+               "calls", "bytes", "formula"]  # fmt: skip
+    print_table(title, ["rung"], figures, cells)
+    if held:
+        show_memory(part, one, held)
 
 
 def show_formulas(found: list[Row]) -> None:
@@ -172,7 +217,8 @@ def show_formulas(found: list[Row]) -> None:
     for world, part in dict.fromkeys((r["world"], r["part"]) for r in found):
         cells = [
             [r["rung"], str(sum(r["calls_predicted"].values())), units.size(sum(r["bytes_predicted"].values())),
-             units.size(r["sent"]), *[units.size(n) for n in r["memory_predicted"].values()]]
+             units.size(r["sent"]),
+             *([units.size(n) for n in r["memory_predicted"].values()] if r["memory_predicted"] else [units.DASH] * 4)]
             for r in found if (r["world"], r["part"]) == (world, part)
         ]  # fmt: skip
         figures = ["calls", "bytes", "a rank sends", "init", "before step", "after step", "buffers"]
@@ -190,14 +236,21 @@ def show(found: list[Row]) -> None:
         print(f"world {world}, {one['backend']} on {one['device']}: {link}, by the engine's all-reduce", flush=True)
         for part in dict.fromkeys(r["part"] for r in here):
             some = [r for r in here if r["part"] == part]
-            show_collectives(some) if part == "collectives" else show_strategies(part, some)
+            if part == "collectives":
+                show_collectives(some)
+            else:
+                show_cuts(part, some) if part in CUTS else show_strategies(part, some)
     print("bus: bytes that a rank sends in a ring, per second; exposed: the share of the step beyond the same without "
           "communication; to move, predicted: if nothing overlaps", flush=True)  # fmt: skip
+    if any(r["part"] in CUTS for r in found):
+        print(SHARED, flush=True)
     if any(r["backend"] == "gloo" for r in found):
         print(GLOO, flush=True)
     for r in found:
         if r["wrong"]:
             print(f"{r['part']}, {r['rung']}, world {r['world']}: wrong, so not timed: {r['wrong']}", flush=True)
+        if r.get("refused"):
+            print(f"{r['part']}, {r['rung']}, world {r['world']}: not run: {r['refused']}", flush=True)
 
 
 def main(options: argparse.Namespace) -> int:
