@@ -36,6 +36,8 @@ def trained(name: str) -> None:
         if n:  # the first step also exchanges shapes
             formula = rung.traffic(own, groups.rank(), groups.size(), 8, 6, 4)
             assert (seen.calls["send"], seen.bytes["send"]) == (formula.calls["send"], formula.bytes["send"])
+            assert pipe.live.most == rung.live(groups.rank(), groups.size(), 4)
+            assert pipe.live.now == 0
         for (key, p), q in zip(own.named_parameters(), one.parameters(), strict=True):
             if p.grad is not None:
                 torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7, msg=lambda m, k=key: f"{k}: {m}")
@@ -43,11 +45,19 @@ def trained(name: str) -> None:
         plain.step()
     held = sum(p.grad is not None for p in own.parameters())
     assert held == sum(1 for _ in pipe.parameters())
+    assert sum(p.nbytes for p in pipe.parameters()) == rung.held(own, groups.rank(), groups.size()).weights
 
 
 @pytest.mark.parametrize("name", [rung.name for rung in pipeline.LADDER])
 def test_a_pipeline_trains_as_one_process(name: str) -> None:
     groups.spawn(trained, 2, name)
+
+
+def test_1f1b_keeps_fewer_activations() -> None:
+    kept = {rung.name: [rung.live(here, 4, 8) for here in range(4)] for rung in pipeline.LADDER}
+    assert kept == {
+        "gpipe": [8, 8, 8, 8], "1f1b": [4, 3, 2, 1], "interleaved": [11, 9, 7, 5], "zero-bubble": [8, 7, 6, 5],
+    }  # fmt: skip
 
 
 def refused() -> None:

@@ -12,7 +12,8 @@ import ridgeline
 from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import blocks, context, groups, packing, recurrence, ring, sequence
+from ridgeline.parallel import blocks, context, groups, packing, recurrence, ring, sequence, ways
+from ridgeline.parallel.rung import observed
 from ridgeline.parallel.traffic import context_traffic
 
 WAYS = {"ring": context.ring_attention, "gathered": context.gathered_attention, "ulysses": context.ulysses_attention}
@@ -432,6 +433,23 @@ def test_linear_attention_equals_one_process(gate: tuple[int, ...] | None) -> No
     for world in (2, 4):
         for found in run_ranks(world, states, [*given, do]):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ways.LADDER, ids=lambda way: way.name)
+def test_the_ladder_of_ways_moves_what_it_says(way: ways.Way) -> None:
+    q, k, v = [torch.zeros(1, n, 4, 16, dtype=torch.bfloat16, requires_grad=True) for n in (128, 64, 64)]
+    with groups.pretend(64, 5):
+        with observed() as seen:
+            o = way.run(q, k, v, causal=True)
+            o.backward(torch.zeros_like(o))
+        formula = way.traffic(tuple(q.shape), 64, 64, 2)  # type: ignore[arg-type]
+        assert seen == formula, f"{seen} against {formula}"
+        wanted = context_traffic(way.how, 64, tuple(q.shape), 64)  # type: ignore[arg-type]
+        assert formula.sent(64) == sum(one.bytes for one in wanted)
+        assert sum(formula.calls.values()) == sum(one.calls for one in wanted)
+    assert len(way.idea) <= 100
+    assert way.refuses(128, 64, 64) is None
+    assert way.share(2) == (0.75 if way.name.endswith("plain") else 0.5)
 
 
 @pytest.mark.parametrize("way", WAYS)
