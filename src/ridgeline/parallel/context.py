@@ -276,7 +276,8 @@ def ulysses_attention(
     else:
         cu = torch.tensor(ends, dtype=torch.int32, device=q.device)
         rows = [t[0].transpose(0, 1) for t in whole.split(sizes, 1)]
-        o = ridgeline.attention_varlen(*rows, cu, cu, **options).transpose(0, 1)[None]  # type: ignore[union-attr]
+        o = ridgeline.attention_varlen(rows[0], rows[1], rows[2], cu, cu, **options)
+        o = o.transpose(0, 1)[None]
     tokens = torch.cat([o.narrow(2, b, size) for b, size in _everyone(world, length, layout)], 2)
     back = AllToAll.apply(tokens.unflatten(2, (world, length)).movedim(2, 0), group)
     return back.transpose(0, 1).reshape(batch, heads, length, D)

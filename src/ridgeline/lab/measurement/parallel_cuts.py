@@ -22,7 +22,6 @@ from ridgeline.parallel.rung import Traffic, observed
 
 PARTS = ("ring", "tensor", "pipeline")
 LADDERS: dict[str, list[Any]] = {"ring": ways.LADDER, "tensor": splits.LADDER, "pipeline": pipeline.LADDER}
-CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 
 def ladder(part: str, work: Work) -> list[Any]:
@@ -78,7 +77,7 @@ def agreed(wrong: str | None) -> str | None:
 
 
 def apart(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    if torch.allclose(found, wanted, **CLOSE):
+    if torch.allclose(found, wanted, rtol=1e-4, atol=1e-6):
         return None
     return f"{name} is off by {(found - wanted).abs().max().item():.2g}"
 
