@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from ridgeline import cli
-from ridgeline.lab.measurement import parallel_bench, parallel_cuts, parallel_ranks
+from ridgeline.lab.measurement import parallel_bench, parallel_cuts, parallel_rank, parallel_ranks
 from ridgeline.lm.sizes import SIZES
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import context, groups, models, pipeline
+from ridgeline.parallel.cluster import cluster
+from ridgeline.parallel.rung import Traffic
 
 QUICK = ["--budget", "0.01", "--warmups", "1", "--layers", "1", "--context", "16", "--bytes", "4K"]
 
@@ -97,6 +99,8 @@ def test_it_says_what_gloo_measures(capsys: pytest.CaptureFixture[str]) -> None:
         (["--bytes", "1Q"], "takes a whole number"),
         (["--size", "huge"], "huge"),
         (["--buckets", "0"], "takes positive numbers"),
+        (["rank", "--backend", "gloo"], "rank runs one process without a backend"),
+        (["rank", "--cluster", "abacus"], "abacus"),
         (["collectives", "--dry"], "--dry is for strategies"),
         (["data", *QUICK, "--rungs", "blocks"], "data has no rung of these; it has naive, flat, hooks"),
     ],
@@ -125,6 +129,25 @@ def test_formulas_need_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(abs(half / weights - 0.5) < 0.001 for half in halves)
     assert run("--dry", "fsdp") == 0
     assert "fsdp, world 2, by formula" in capsys.readouterr().out
+
+
+def test_one_rank_of_a_world_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("rank", *QUICK, "--world", "8,64", "--rungs", "torch", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    for row, world in zip(rows, (8, 64), strict=True):
+        assert row["wrong"] is None
+        assert (row["calls"], row["bytes_moved"]) == (row["calls_predicted"], row["bytes_predicted"])
+        assert row["world"] == world
+        if row["device"] == "cpu":  # counted, and the last rank's rows may be fewer
+            assert row["memory"] == pytest.approx(row["memory_predicted"]["after"], rel=0.02)
+        assert 0 < row["host"] <= row["seconds"]["high"]
+    # 64 ranks are 8 nodes of 8: a ring leaves a node by the slower of NVLink and 8 cards of the network.
+    traffic, links = Traffic().add("all_gather", 64 << 30), cluster("dgx-h200")
+    near, far = (parallel_rank.link_seconds(traffic, world, links) for world in (8, 64))
+    assert near == pytest.approx((56 << 30) / links.collective, rel=0.01)
+    assert far == pytest.approx((63 << 30) / min(links.nvlink, 8 * links.nic), rel=0.01)
+    parallel_bench.show_rank(rows)
+    assert "rank 0 of 8 under FSDP2" in capsys.readouterr().out
 
 
 def rows_of_a_faulty_engine() -> list[Any]:

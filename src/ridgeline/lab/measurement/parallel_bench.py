@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from ridgeline.lab import units
 from ridgeline.lab.measurement import store
 from ridgeline.lab.measurement.parallel_clock import Row, Work
 from ridgeline.lab.measurement.parallel_cuts import PARTS as CUTS
+from ridgeline.lab.measurement.parallel_rank import row as of_a_pretended_rank
 from ridgeline.lab.measurement.parallel_ranks import PARTS, formulas, rows
 from ridgeline.lab.measurement.parallel_ranks import ranked as of_one_rank
 from ridgeline.lab.tables import print_table
 from ridgeline.lm.sizes import SIZES, size
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import groups
+from ridgeline.parallel.cluster import cluster
 
 POWERS = {"K": 10, "M": 20, "G": 30}
 GLOO = "gloo on one machine: these are figures of this machine's memory and its cores, and of no network"
@@ -28,6 +31,11 @@ GLOO = "gloo on one machine: these are figures of this machine's memory and its 
 SHARED = (
     "ring, tensor, pipeline: predicted is a rank's part of the time alone, and what it moves; idle is the share of the "
     "step beyond an N-th of the time alone; kept: activations of stages and micro-batches"
+)
+
+OWN = (
+    "step, host, rate and memory are this rank's own; memory's formula is of weights and states; to move is predicted "
+    "from {}'s links, and hides under the step where it can"
 )
 
 
@@ -72,7 +80,12 @@ def words(text: str) -> tuple[str, ...]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("part", nargs="?", choices=PARTS, help="only this (all)")
+    add(
+        "part",
+        nargs="?",
+        choices=(*PARTS, "rank"),
+        help="only this (all but rank: one rank of a world that is not there)",
+    )
     add("--world", type=wholes, metavar="N", help="processes, with commas (2); under torchrun, what it started")
     add("--backend", choices=("gloo", "nccl"), help="gloo on the CPU, nccl on GPUs (nccl if there are enough GPUs)")
     add("--bytes", type=amounts, default=(2**16, 2**20, 2**22), metavar="N", help="of a collective (64K,1M,4M)")
@@ -85,6 +98,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--rungs", type=words, default=(), metavar="NAMES", help="only these rungs")
     add("--budget", type=float, default=0.5, metavar="S", help="seconds for the timing of a row (0.5)")
     add("--warmups", type=whole, default=5, metavar="N", help="runs before those that are timed (5)")
+    add("--cluster", default="dgx-h200", metavar="NAME", help="whose links predict what rank's network adds (dgx-h200)")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds until a rank counts as lost (300)")
     add("--dry", action="store_true", help="only print what strategies move and hold, by formula; needs no GPU")
     add("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
@@ -106,6 +120,8 @@ def measured(options: argparse.Namespace) -> list[Row] | None:
         return Work(parts, options.bytes, model, options.context, options.batch, impl, options.budget,
                     options.buckets, options.rungs, options.warmups, options.microbatches)  # fmt: skip
 
+    if options.part == "rank":
+        return pretended(options, replace(work("nccl"), parts=()))
     if options.dry:
         return [row for world in options.world or (2,) for row in formulas(work("nccl"), world)]
     if launched:
@@ -127,6 +143,38 @@ def measured(options: argparse.Namespace) -> list[Row] | None:
         found += groups.spawn(of_one_rank, world, work(backend), backend=backend, timeout=options.timeout)[0]
     groups.close()
     return found
+
+
+def pretended(options: argparse.Namespace, work: Work) -> list[Row]:
+    """Returns the rows of one rank of each world, by our ops and by torch's; on the CPU by torch's alone."""
+    if options.backend or options.dry:
+        raise RidgelineError("parallel bench: rank runs one process without a backend; leave --backend and --dry out")
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    impls = [name for name in ("ridgeline", "torch")[not gpu :] if not work.only or name in work.only]
+    if not impls:
+        raise RidgelineError("parallel bench: rank has the rungs ridgeline, on a GPU, and torch")
+    links = cluster(options.cluster)
+    return [of_a_pretended_rank(replace(work, impl=impl), world, device, links)
+            for world in options.world or (8,) for impl in impls]  # fmt: skip
+
+
+def show_rank(found: list[Row]) -> None:
+    """Prints what one rank of each world does."""
+    for world in dict.fromkeys(r["world"] for r in found):
+        cells = [
+            [r["rung"], units.seconds(r["seconds"]["median"]), units.spread(r["seconds"]), units.seconds(r["host"]),
+             units.scaled(r["rate"], "tokens/s"), units.size(r["memory"]), units.size(r["memory_predicted"]["after"]),
+             units.size(r["sent"]), formula(r), units.seconds(r["predicted"])]
+            for r in found if r["world"] == world and not r["wrong"]
+        ]  # fmt: skip
+        some = next(r for r in found if r["world"] == world)
+        figures = ["step", "±", "host", "rate", "memory", "formula", "sends", "formula", "to move"]
+        print_table(f"rank 0 of {world} under FSDP2 on {some['device']}, no other rank", ["ops"], figures, cells)
+    print(OWN.format(found[0]["cluster"]), flush=True)
+    for r in found:
+        if r["wrong"]:
+            print(f"rank, {r['rung']}, world {r['world']}: {r['wrong']}", flush=True)
 
 
 def moves(row: Row) -> str:
@@ -267,5 +315,5 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        show(found)
+        show_rank(found) if options.part == "rank" else show(found)
     return int(any(row["wrong"] for row in found))
