@@ -22,6 +22,7 @@ from ridgeline.parallel.rung import Traffic, observed
 
 PARTS = ("ring", "tensor", "pipeline")
 LADDERS: dict[str, list[Any]] = {"ring": ways.LADDER, "tensor": splits.LADDER, "pipeline": pipeline.LADDER}
+MOST_CHECKED = 2048  # tokens of the sequence whose attention is checked, in float32
 
 
 def ladder(part: str, work: Work) -> list[Any]:
@@ -100,8 +101,10 @@ def ring_rows(work: Work, device: torch.device, link: Link) -> Iterator[Row]:
     work = fitted(work, world)
     dice, half = torch.Generator().manual_seed(0), device.type == "cuda"
     many, shared = work.model.heads, work.model.groups
-    whole = [torch.randn(work.batch, n, work.context, work.model.dim, generator=dice).to(device)
-             for n in (many, shared, shared, many)]  # fmt: skip
+
+    def made(tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(work.batch, n, tokens, work.model.dim, generator=dice).to(device)
+                for n in (many, shared, shared, many)]  # fmt: skip
 
     def step(call: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
         *qkv, do = given
@@ -111,8 +114,9 @@ def ring_rows(work: Work, device: torch.device, link: Link) -> Iterator[Row]:
         return [o.detach(), *[t.grad for t in qkv if t.grad is not None]]
 
     attend = partial(ridgeline.attention, causal=True, impl=None if work.impl == "ridgeline" else work.impl)
-    wanted = step(attend, whole)
-    timing = [t.bfloat16() for t in whole] if half else whole
+    short = made(min(work.context, MOST_CHECKED // (2 * world) * 2 * world))
+    wanted = step(attend, short)
+    timing = [t.bfloat16() if half else t for t in made(work.context)]
     [base] = timed([lambda: step(attend, timing)], device, work)
     yield {"part": "ring", "rung": "alone", "seconds": base, "wrong": None, "checked": False}
     for rung in ladder("ring", work):
@@ -122,7 +126,7 @@ def ring_rows(work: Work, device: torch.device, link: Link) -> Iterator[Row]:
             continue
         call = partial(rung.run, causal=True)
         layout = rung.layout
-        mine = [sequence.shard(t, dim=2, layout=layout) for t in whole]
+        mine = [sequence.shard(t, dim=2, layout=layout) for t in short]
         found = [sequence.unshard(t, dim=2, layout=layout) for t in step(call, mine)]
         near = 20.0 if half else 1.0  # tf32 may be on
         names = ("o", "dq", "dk", "dv")
