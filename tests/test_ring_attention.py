@@ -108,7 +108,7 @@ def packed_split(rank: int, way: str, layout: str, given: list[torch.Tensor], op
     *parts, sinks, do = given
     *parts, do = [sequence.shard(t, dim=2, layout=layout).detach().requires_grad_() for t in (*parts, do)]
     own = sinks.clone().requires_grad_()
-    options |= {"layout": layout, "sinks": own} | ({} if way == "ulysses" else {"return_lse": True})
+    options = options | {"layout": layout, "sinks": own} | ({} if way == "ulysses" else {"return_lse": True})
     o: Any = WAYS[way](*parts, **options)
     o, lse = (o, None) if way == "ulysses" else o
     ((o * do.detach()).sum() + (0 if lse is None else lse.sin().sum())).backward()
