@@ -268,7 +268,10 @@ def optimizers() -> dict[str, Any]:
     total = torch.tensor(held)
     dist.all_reduce(total)
     assert 0 < held < total == 7
-    state = sharded.state_dict()
+    moved = []
+    with mock.patch.object(torch.Tensor, "cpu", lambda t: moved.append(t) or t):
+        state = sharded.state_dict()
+    assert sum(t.is_floating_point() for t in moved) == sum(map(len, sharded.local.state.values()))
     weights = {k: v.clone() for k, v in own.module.state_dict().items()}
     sharded.step(step)
     wanted = whole(own)
@@ -295,6 +298,48 @@ def test_sharded_optimizers_and_their_state() -> None:
     )  # fmt: skip
     plain.load_state_dict(state)  # all ranks' states, as one process has them
     assert len(plain.state) == 6
+
+
+def flat_run(folder: str | None) -> dict[str, Any]:
+    """Trains by flat shards for two steps, and returns the state; with a folder, goes on from one that it holds."""
+    own = net()
+    dice = torch.Generator().manual_seed(7)
+    groups_ = [{"params": [own.embed.weight, own.still]}, {"params": [*own.layers.parameters()], "lr": 0.5}]
+    flat = optimizer.FlatShardedOptimizer(groups_, torch.optim.AdamW, lr=0.01)
+    if folder:
+        saved = torch.load(folder, weights_only=True)
+        own.load_state_dict(saved["model"])
+        flat.load_state_dict(saved["optimizer"])
+    for _ in range(2):
+        flat.zero_grad()
+        for p in own.parameters():
+            if p.requires_grad:
+                p.grad = torch.rand(p.shape, generator=dice)
+        flat.step()
+    with pytest.raises(RidgelineError, match="other groups of parameters"):
+        flat.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+    return {"model": {k: v.clone() for k, v in own.state_dict().items()}, "optimizer": flat.state_dict()}
+
+
+def test_flat_shards_save_whole_states_that_load_anywhere(tmp_path: Any) -> None:
+    first = groups.spawn(flat_run, 2, None)[0]
+    torch.save(first, tmp_path / "state")
+    wanted = groups.spawn(flat_run, 2, str(tmp_path / "state"))[0]
+    one = net()
+    one.load_state_dict(first["model"])
+    plain = torch.optim.AdamW([{"params": [one.embed.weight, one.still]}, {"params": [*one.layers.parameters()]}])
+    plain.load_state_dict(first["optimizer"])
+    dice = torch.Generator().manual_seed(7)
+    for _ in range(2):
+        for p in one.parameters():
+            if p.requires_grad:
+                p.grad = torch.rand(p.shape, generator=dice)
+        plain.step()
+    assert [g["lr"] for g in plain.param_groups] == [0.01, 0.5]
+    for found in (groups.spawn(flat_run, 4, str(tmp_path / "state"))[3], wanted):
+        assert all(torch.equal(found["model"][k], v) for k, v in one.state_dict().items() if "norm" not in k)
+        assert all(torch.equal(v["exp_avg"], wanted["optimizer"]["state"][n]["exp_avg"])
+                   for n, v in found["optimizer"]["state"].items())  # fmt: skip
 
 
 # --- FSDP

@@ -16,6 +16,7 @@ import test_parallel_tensor as of_tensor
 import test_ring_attention as of_rings
 from ridgeline.lm.model import Transformer
 from ridgeline.parallel import apply, groups
+from ridgeline.parallel.optimizer import FlatShardedOptimizer, ShardedOptimizer
 from test_parallel_ladders import SIZE, batch
 
 pytestmark = [
@@ -117,6 +118,28 @@ def sharded() -> float:
 
 def test_fsdp2_with_our_kernels() -> None:
     assert max(groups.spawn(sharded, 2, backend="nccl", timeout=120)) < 1e-3
+
+
+def sharded_states() -> list[str]:
+    """Returns the devices of a gathered state, and of that state loaded again."""
+    params = [torch.nn.Parameter(torch.ones(4, 4, device="cuda")) for _ in range(3)]
+    found = []
+    for kind in (ShardedOptimizer, FlatShardedOptimizer):
+        own, again = (kind(params, torch.optim.AdamW) for _ in range(2))
+        for p in params:
+            p.grad = torch.ones_like(p)
+        own.step()
+        saved = own.state_dict()
+        again.load_state_dict(saved)
+        moments = [s["exp_avg"] for s in saved["state"].values()]
+        found.append(f"{len(moments)} on {moments[0].device}")
+        loaded = again.local.state.values()
+        found += [str({s["exp_avg"].device.index for s in loaded} == {torch.cuda.current_device()})]
+    return found
+
+
+def test_states_gather_on_the_host_and_load_on_their_gpu() -> None:
+    assert groups.spawn(sharded_states, 2, backend="nccl", timeout=120) == [["3 on cpu", "True"] * 2] * 2
 
 
 def products(given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,8 +15,9 @@ from ranks import run_ranks
 from ridgeline.lm.model import Transformer
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups, tensor
+from ridgeline.parallel import groups, splits, tensor
 from ridgeline.parallel import models as split_models
+from ridgeline.parallel.rung import observed
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -275,3 +276,23 @@ def test_unlike_shapes_are_one_sentence_on_every_rank() -> None:
         == said[1]
         == "linear_reduce_scatter: on rank 1: x must have a multiple of 2 tokens, one part for each rank, got 5"
     )
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("rung", splits.LADDER, ids=lambda rung: rung.name)
+def test_calls_and_bytes_of_split_models_in_a_world_of_16(rung: splits.Split, qk_norm: bool) -> None:
+    size = Size(3, 64, 48, 16, 16, 16, vocabulary=32, qk_norm=qk_norm)
+    tokens = torch.randint(32, (2, 16))
+    with groups.pretend(16, 3):
+        plain, own = Transformer(size, "torch"), Transformer(size, "torch")
+        rung.wrap(own)
+        with observed() as seen:
+            own(tokens, tokens).backward()
+        formula = rung.traffic(plain, 16, 2, 16)
+        assert seen == formula, f"{seen} against {formula}"
+        held = sum(p.nbytes for p in own.parameters())
+        assert held == rung.held(plain, 16).weights
+    assert 1 / 16 <= rung.share(plain, 16) < 1
+    assert len(rung.idea) <= 100
+    assert rung.refuses(plain, 16, 16) is None
+    assert rung.refuses(plain, 3, 16) == "3 ranks must divide the 16 heads of keys"

@@ -745,3 +745,30 @@ def test_figures_have_three_digits() -> None:
     for text in ("0", "-5", "nan", "inf", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match="takes a number above 0"):
             wording.positive(text)
+
+
+def test_the_best_bucket_by_search() -> None:
+    size, w, call = 12.7 * 2**30, 450e9, 20e-6
+    n, each = limits.best_buckets(size, w, call)
+    assert n * each == pytest.approx(size)
+    best = min(range(1, 1000), key=lambda k: limits.bucket_overhead(k, size, w, call))
+    assert abs(best - n) <= 1
+    assert (round(n), round(each / 2**20)) == (39, 334)
+
+
+def test_the_accounting_of_2025_by_search() -> None:
+    ffn = limits.Ffn(16384, 53248, 126)
+    assert ffn.states() == pytest.approx(3.52e12, rel=1e-3)
+    assert math.ceil(ffn.states() / 80e9) == 44
+    assert ffn.saved(1) == pytest.approx(17.5e6, rel=3e-3)
+    for axes in ((1, 1), (2, 1)):
+        least = ffn.least_tokens(16, 4.6e14, 1.8e11, axes[0])
+        for tokens, hides in ((0.999 * least, False), (1.001 * least, True)):
+            compute, weights, activations = ffn.forward(tokens, 16, 4, 4.6e14, 1.8e11, axes)
+            assert (compute >= weights) == hides
+            assert compute > activations
+    assert round(ffn.least_tokens(16, 4.6e14, 1.8e11)) == 40889
+    for tensor in range(1, 64):
+        compute, _, activations = ffn.forward(4e4, 16, tensor, 4.6e14, 1.8e11)
+        assert ffn.hides_tensor(tensor, 4.6e14, 1.8e11) == (compute >= activations)
+    assert [ffn.hides_tensor(t, 4.6e14, 1.8e11) for t in (20, 21)] == [True, False]

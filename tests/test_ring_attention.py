@@ -12,7 +12,8 @@ import ridgeline
 from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import blocks, context, groups, recurrence, ring, sequence
+from ridgeline.parallel import blocks, context, groups, packing, recurrence, ring, sequence, ways
+from ridgeline.parallel.rung import observed
 from ridgeline.parallel.traffic import context_traffic
 
 WAYS = {"ring": context.ring_attention, "gathered": context.gathered_attention, "ulysses": context.ulysses_attention}
@@ -99,6 +100,127 @@ def test_the_pieces_cover_what_a_query_sees() -> None:
                 torch.testing.assert_close(seen, wanted[rows][:, columns].int(), msg=f"{world} {layout} {left} {right}")
 
 
+PACKED = (0, 3, 3, 14, 15, 29, 32)  # an empty sequence, one of a token, and some over several ranks
+
+
+def packed_split(rank: int, way: str, layout: str, given: list[torch.Tensor], options: dict[str, Any]) -> Any:
+    """Returns o, dq, dk, dv and dsinks, whole; packed if options say so, with lse's gradient in rings."""
+    *parts, sinks, do = given
+    *parts, do = [sequence.shard(t, dim=2, layout=layout).detach().requires_grad_() for t in (*parts, do)]
+    own = sinks.clone().requires_grad_()
+    options = options | {"layout": layout, "sinks": own} | ({} if way == "ulysses" else {"return_lse": True})
+    o: Any = WAYS[way](*parts, **options)
+    o, lse = (o, None) if way == "ulysses" else o
+    ((o * do.detach()).sum() + (0 if lse is None else lse.sin().sum())).backward()
+    assert own.grad is not None
+    dsinks = own.grad.clone()
+    dist.all_reduce(dsinks)  # as the gradient of any weight
+    grads = [p.grad for p in parts if p.grad is not None]
+    return [*[sequence.unshard(t.detach(), dim=2, layout=layout) for t in (o, *grads)], dsinks]
+
+
+def packed_alone(given: list[torch.Tensor], with_lse: bool, cu: Any = None, **options: Any) -> list[torch.Tensor]:
+    *own, do = [t.clone() for t in given]
+    own = [t.requires_grad_() for t in own]
+    options |= {"return_lse": True, "impl": "naive", "sinks": own[3]}
+    if cu is None:
+        o, lse = ridgeline.attention(*own[:3], **options)
+    else:
+        rows = [t[0].transpose(0, 1) for t in own[:3]]
+        ends = torch.tensor(cu, dtype=torch.int32)
+        o, lse = ridgeline.attention_varlen(*rows, ends, ends, **options)
+        o = o.transpose(0, 1)[None]
+    ((o * do).sum() + (lse.sin().sum() if with_lse else 0)).backward()
+    return [o.detach(), *[t.grad for t in own if t.grad is not None]]
+
+
+def sunk(heads: int = 8, batch: int = 1, S: int = 32) -> list[torch.Tensor]:
+    q, k, v, do = [t[:batch] for t in data(S, 16, heads)]
+    return [q, k, v, torch.randn(heads, dtype=torch.float64), do]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("layout", sequence.LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_sequences_and_sinks_equal_one_process(way: str, layout: str, options: dict[str, Any]) -> None:
+    given = sunk()
+    for cu in (PACKED, (0, 32)):
+        wanted = packed_alone(given, way != "ulysses", cu, **options)
+        for world in (2, 4):
+            for found in run_ranks(world, packed_split, way, layout, given, options | {"cu_seqlens": cu}):
+                torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def packed_on_gloo(given: list[torch.Tensor], whole: list[torch.Tensor]) -> list[Any]:
+    cu = torch.tensor(PACKED)
+    options: dict[str, Any] = {"causal": True, "window": (9, None), "cu_seqlens": cu}
+    return [
+        *[packed_split(groups.rank(), way, "zigzag", given, options) for way in WAYS],
+        packed_split(groups.rank(), "ring", "plain", whole, {"causal": True}),  # a batch, with sinks alone
+    ]
+
+
+def test_packed_sequences_and_sinks_on_gloo() -> None:
+    given, whole = sunk(), sunk(batch=2)
+    wanted = [packed_alone(given, way != "ulysses", PACKED, causal=True, window=(9, None)) for way in WAYS]
+    wanted.append(packed_alone(whole, True, causal=True))
+    for found in groups.spawn(packed_on_gloo, 2, given, whole):
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_pieces_of_packed_sequences_cover_what_a_query_sees() -> None:
+    """By brute force, against the mask of the whole row; sequences of random lengths."""
+    dice = torch.Generator().manual_seed(0)
+    for world, layout, left, right in [
+        (w, layout, *band)
+        for w in (1, 2, 3, 4)
+        for layout in sequence.LAYOUTS
+        for band in ((blocks.FREE,) * 2, (blocks.FREE, 0), (5, 0), (3, 7), (0, 0), (0, blocks.FREE))
+        for _ in range(3)
+    ]:
+        total = 6 * world
+        cuts = torch.randint(0, total + 1, (int(torch.randint(0, 6, (), generator=dice)),), generator=dice)
+        ends = (0, *sorted(cuts.tolist()), total)
+        which = torch.tensor([packing.number(ends, t) for t in range(total)])
+        apart = torch.arange(total) - torch.arange(total)[:, None]
+        wanted = (apart >= -left) & (apart <= right) & (which == which[:, None])
+        for rank in range(world):
+            for source in range(world):
+                (mine, size), (theirs, _) = [sequence.starts(r, world, 6, layout) for r in (rank, source)]
+                seen = torch.zeros(6, 6, dtype=torch.int)
+                for p in packing.packed_pieces(mine, theirs, size, left, right, ends):
+                    part = seen[p.q, p.k]
+                    off = torch.arange(part.shape[1]) - torch.arange(part.shape[0])[:, None]
+                    inside = (off >= -p.left) & (off <= p.right)
+                    if p.cu is not None:
+                        own = torch.tensor([packing.number(p.cu, t) for t in range(len(part))])
+                        inside &= own == own[:, None]
+                    part += inside.int()
+                rows, columns = [torch.cat([torch.arange(b, b + size) for b in some]) for some in (mine, theirs)]
+                assert torch.equal(seen, wanted[rows][:, columns].int()), (world, layout, left, right, ends)
+
+
+def test_a_ring_stops_after_the_last_rank_that_a_sequence_reaches() -> None:
+    whole = context.Facts(None, "plain", blocks.FREE, 0, blocks.Given(1.0, 0.0), False, None)
+    with groups.pretend(8):
+        assert whole.hops(16) == 7
+        assert whole._replace(ends=tuple(range(0, 129, 16))).hops(16) == 0
+        assert whole._replace(ends=(0, 24, 60, 128)).hops(16) == 4  # tokens 60 to 127 lie on the ranks 3 to 7
+
+
+@pytest.mark.kernels
+def test_packed_rings_of_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_kernel_at_a_time(device, monkeypatch, context, "block_forward", "block_backward")
+    cu = (0, 5, 43, 44, 96)
+    q, k, v, sinks, do = sunk(2, S=96)
+    given = [*[t.half() for t in (q, k[:, :1], v[:, :1])], sinks, do.half()]
+    for options, world, layout in (({"causal": True}, 2, "zigzag"), ({"window": (9, 30)}, 3, "plain")):
+        wanted = packed_alone([t.double() for t in given], True, cu, **options)
+        found = run_ranks(world, packed_split, "ring", layout, given, options | {"cu_seqlens": cu})[0]
+        assert max(errors(found, wanted)) < 2e-3, (options, errors(found, wanted))
+
+
 def test_zigzag_gives_ranks_equal_work() -> None:
     pairs = []
     for rank in range(8):
@@ -141,11 +263,12 @@ def test_a_ring_of_kernels_is_as_exact_as_one(device: str, monkeypatch: pytest.M
 @pytest.mark.kernels
 def test_partial_results_leave_in_float32(device: str) -> None:
     q, k, v = [torch.randn(1, n, 20, 16, device=device).half() for n in (2, 1, 1)]
-    options = 0.25, 0.0, -3, 7, "ieee"  # a query sees the keys 3 to 7 places after it
+    options = None, 0.25, 0.0, -3, 7, "ieee"  # a query sees the keys 3 to 7 places after it
     ridgeline.attention(q, k, v)  # loads the op
     o, lse = torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
     wide = [t.double().requires_grad_() for t in (q, k, v)]
-    wanted = blocks.block_forward(*wide, -3, 7, blocks.Given(0.25, 0.0))
+    piece = blocks.Piece(slice(0, 20), slice(0, 20), -3, 7)
+    wanted = blocks.block_forward(*wide, piece, blocks.Given(0.25, 0.0))
     assert o.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(o.double(), wanted[0].detach(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(lse.double(), wanted[1].detach(), rtol=1e-5, atol=1e-5)
@@ -189,6 +312,31 @@ def wrong_on_one(rank: int) -> Any:
     return context.ring_attention(q, q, q, window=(-7, 2) if rank == 2 else None)
 
 
+def long_batch(rank: int) -> Any:
+    q = torch.randn(2, 4, 8, 16)
+    return context.ring_attention(q, q, q, cu_seqlens=(0, 32))
+
+
+def short(rank: int) -> Any:
+    q = torch.randn(1, 4, 8, 16)
+    return context.ulysses_attention(q, q, q, cu_seqlens=torch.tensor([0, 9, 16]))
+
+
+def unlike_lengths(rank: int) -> Any:
+    q = torch.randn(1, 4, 8, 16)
+    return context.gathered_attention(q, q, q, cu_seqlens=[0, 9 + (rank == 3), 32])
+
+
+def no_lengths(rank: int) -> Any:
+    q = torch.randn(1, 4, 8, 16)
+    return context.ring_attention(q, q, q, cu_seqlens=torch.zeros(2))
+
+
+def few_sinks(rank: int) -> Any:
+    q = torch.randn(1, 4, 8, 16)
+    return context.ring_attention(q, q, q, sinks=torch.zeros(3))
+
+
 def odd(rank: int) -> Any:
     return sequence.shard(torch.zeros(1, 12))
 
@@ -203,6 +351,11 @@ def refused_on_gloo(call: Any) -> str:
         (many, "multiples of the 4 ranks, got 4 and 2"),
         (unlike, r"same shape of q, but rank 0 has \(1, 4, 8, 16\) and rank 1 \(1, 4, 10, 16\)"),
         (wrong_on_one, "on rank 2: window must be"),
+        (long_batch, "with cu_seqlens q must have a batch of 1, .*, got 2"),
+        (short, r"cu_seqlens must rise from 0 to the tokens of all ranks, 32, got \[0, 9, 16\]"),
+        (unlike_lengths, r"same cu_seqlens, but rank 0 has \(0, 9, 32\) and rank 3 \(0, 10, 32\)"),
+        (no_lengths, r"cu_seqlens must be a tuple of ints, .*, got torch.float32 \(2,\)"),
+        (few_sinks, r"sinks must be .* for each head of q, \(4,\), on q's device, got torch.float32 \(3,\) on cpu"),
         (odd, "multiple of twice the number of ranks, 8, of tokens, got 12"),
     ],
 )
@@ -233,6 +386,18 @@ def test_positions_and_labels_go_with_the_tokens() -> None:
         assert torch.equal(mine, tokens[:, places])
         assert torch.equal(whole, tokens)
         assert torch.equal(labels, torch.where(places < 15, mine + 1, -100))
+
+
+def packed_moved(rank: int) -> list[torch.Tensor]:
+    tokens = torch.arange(16).view(1, 16)
+    return [sequence.positions(16, cu_seqlens=(0, 5, 5, 16)), sequence.next_labels(tokens, cu_seqlens=(0, 5, 5, 16))]
+
+
+def test_positions_and_labels_of_packed_sequences() -> None:
+    for rank, (places, labels) in enumerate(run_ranks(4, packed_moved)):
+        tokens = [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
+        assert places.tolist() == [t if t < 5 else t - 5 for t in tokens]
+        assert labels.tolist() == [[-100 if t in (4, 15) else t + 1 for t in tokens]]
 
 
 def unsharded_slope(rank: int) -> torch.Tensor:
@@ -268,6 +433,23 @@ def test_linear_attention_equals_one_process(gate: tuple[int, ...] | None) -> No
     for world in (2, 4):
         for found in run_ranks(world, states, [*given, do]):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", ways.LADDER, ids=lambda way: way.name)
+def test_the_ladder_of_ways_moves_what_it_says(way: ways.Way) -> None:
+    q, k, v = [torch.zeros(1, n, 4, 16, dtype=torch.bfloat16, requires_grad=True) for n in (128, 64, 64)]
+    with groups.pretend(64, 5):
+        with observed() as seen:
+            o = way.run(q, k, v, causal=True)
+            o.backward(torch.zeros_like(o))
+        formula = way.traffic(tuple(q.shape), 64, 64, 2)  # type: ignore[arg-type]
+        assert seen == formula, f"{seen} against {formula}"
+        wanted = context_traffic(way.how, 64, tuple(q.shape), 64)  # type: ignore[arg-type]
+        assert formula.sent(64) == sum(one.bytes for one in wanted)
+        assert sum(formula.calls.values()) == sum(one.calls for one in wanted)
+    assert len(way.idea) <= 100
+    assert way.refuses(128, 64, 64) is None
+    assert way.share(2) == (0.75 if way.name.endswith("plain") else 0.5)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -5,8 +5,8 @@
     saving = parallel.save("step1000", model, optimizer, 1000)  # in the background
     step = parallel.load("step1000", model, optimizer)          # on any number of ranks
 
-Names and modules are loaded at first use. The ladders are in `data`, `optimizer`,
-`sharded`, `collectives` and `pipeline`.
+Names and modules are loaded at first use. The ladders are in `collectives`, `data`, `optimizer`, `sharded`, `ways`,
+`splits` and `pipeline`.
 """
 
 from importlib import import_module

@@ -22,12 +22,15 @@ FREE = 1 << 30  # left or right of a query that sees all keys on that side
 
 
 class Piece(NamedTuple):
-    """Rows of a rank's queries and of keys: row i of these queries sees the keys i - left to i + right of these."""
+    """Rows of a rank's queries and of keys: row i of these queries sees the keys i - left to i + right of these.
+
+    cu: where packed sequences end in these rows, which are then the same of queries and keys; None for one."""
 
     q: slice
     k: slice
     left: int
     right: int
+    cu: tuple[int, ...] | None = None
 
 
 class Given(NamedTuple):
@@ -75,13 +78,13 @@ def by_kernels(q: torch.Tensor) -> bool:
 
 
 def block_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, left: int, right: int, given: Given
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, piece: Piece, given: Given
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns o and lse of one block, in float32 (or float64): 0 and -inf for a row that sees no key."""
     if by_kernels(q):
-        options = *given, left, right, _precision()
+        options = _ends(piece, q), *given, piece.left, piece.right, _precision()
         return torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
-    s, _ = _scores(q, k, left, right, given)
+    s, _ = _scores(q, k, piece, given)
     top = s.amax(-1, keepdim=True)
     p = (s - top.masked_fill(top == -torch.inf, 0)).exp()
     total = p.sum(-1, keepdim=True)
@@ -91,15 +94,15 @@ def block_forward(
 
 def block_backward(
     do: torch.Tensor, dlse: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, left: int, right: int, given: Given,
+    lse: torch.Tensor, piece: Piece, given: Given,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns a block's part of dq, dk and dv, in float32 (or float64). o, lse: merged over all blocks of keys."""
     if by_kernels(q):
-        options = *given, left, right, _precision()
+        options = _ends(piece, q), *given, piece.left, piece.right, _precision()
         dlse = None if dlse is None else dlse.contiguous()
         return torch.ops.ridgeline.attention_partial_bwd(do, dlse, q, k, v, o, lse.contiguous(), *options)
     groups = k.shape[1], q.shape[1] // k.shape[1]
-    s, slope = _scores(q, k, left, right, given)
+    s, slope = _scores(q, k, piece, given)
     lse = lse.unflatten(1, groups)[..., None]
     slopes, queries = _wide(do).unflatten(1, groups), _wide(q).unflatten(1, groups)
     p = (s - lse.masked_fill(lse == -torch.inf, torch.inf)).exp()
@@ -120,22 +123,49 @@ def merge(o: torch.Tensor, lse: torch.Tensor, o2: torch.Tensor, lse2: torch.Tens
     torch.logaddexp(lse, lse2, out=lse)
 
 
+def add_sinks(o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Adds a logit of each head to its rows' sums, as a key without a value would, in place."""
+    whole = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    o.mul_((lse - whole).exp_().nan_to_num_(0.0)[..., None])  # both -inf: a row that has seen no key
+    lse.copy_(whole)
+
+
+def sinks_backward(
+    do: torch.Tensor, dlse: torch.Tensor | None, o: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor
+) -> torch.Tensor:
+    """Returns the gradient of the sinks, from these rows alone. o, lse: merged, with the sinks."""
+    delta = (_wide(do) * _wide(o)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse
+    share = (sinks.to(lse.dtype)[:, None] - lse).exp().masked_fill(lse == -torch.inf, 0)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def _ends(piece: Piece, q: torch.Tensor) -> torch.Tensor | None:
+    if piece.cu is None:
+        return None
+    get("attention_varlen")  # loads its kernels
+    return torch.tensor(piece.cu, dtype=torch.int32, device=q.device)
+
+
 def _wide(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, left: int, right: int, given: Given
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _scores(q: torch.Tensor, k: torch.Tensor, piece: Piece, given: Given) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Returns scores (batch, heads of k, heads that share one, rows, columns), and the softcap's slope."""
     s = _wide(q).unflatten(1, (k.shape[1], q.shape[1] // k.shape[1])) @ _wide(k)[:, :, None].mT * given.scale
     slope: torch.Tensor | float = 1.0
     if given.softcap:
         bent = torch.tanh(s / given.softcap)
         s, slope = bent * given.softcap, 1 - bent * bent
-    if min(left, right) < FREE:
+    if min(piece.left, piece.right) < FREE:
         apart = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
-        s = s.masked_fill((apart < -left) | (apart > right), -torch.inf)
+        s = s.masked_fill((apart < -piece.left) | (apart > piece.right), -torch.inf)
+    cu = _ends(piece, q)
+    if cu is not None:
+        which = torch.searchsorted(cu, torch.arange(q.shape[2], dtype=torch.int32, device=q.device), right=True)
+        s = s.masked_fill(which != which[:, None], -torch.inf)
     return s, slope
 
 

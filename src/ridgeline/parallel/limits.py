@@ -24,6 +24,57 @@ def alternate_all_reduce(n: int, nbytes: float, w: float) -> float:
     return (n - 1) * nbytes / w
 
 
+def bucket_overhead(buckets: float, nbytes: float, w: float, call: float) -> float:
+    """Returns the seconds that gradients in buckets add to backward, if computing a bucket takes as long as moving it:
+    the last bucket's transfer, which nothing hides, and `call` seconds for each bucket."""
+    return nbytes / (buckets * w) + buckets * call
+
+
+def best_buckets(nbytes: float, w: float, call: float) -> tuple[float, float]:
+    """Returns the number of buckets with the least overhead, sqrt(S / (W o)), and the bytes of each, sqrt(S W o)."""
+    return (nbytes / (w * call)) ** 0.5, (nbytes * w * call) ** 0.5
+
+
+@dataclass(frozen=True)
+class Ffn:
+    """The model of the assignment of 2025: blocks of two products, D x F and F x D, and nothing else."""
+
+    width: int
+    hidden: int
+    blocks: int
+
+    @property
+    def parameters(self) -> int:
+        return 2 * self.width * self.hidden * self.blocks
+
+    def states(self, ranks: int = 1) -> float:
+        """Returns the bytes of weights, gradients and two moments in float32, of one of so many ranks."""
+        return 16 * self.parameters / ranks
+
+    def saved(self, tokens: float) -> float:
+        """Returns the bytes that a step of these tokens keeps for backward in 16 bits: each product's input."""
+        return 2 * tokens * (self.width + self.hidden) * self.blocks
+
+    def forward(
+        self, tokens: float, fsdp: int, tensor: int, flops: float, egress: float, links: tuple[int, int] = (1, 1)
+    ) -> tuple[float, float, float]:
+        """Returns a block's seconds of forward: compute, FSDP's gather of weights, tensor parallelism's of activations.
+
+        tokens: of all ranks. links: each of `egress` bytes/s, that the two axes have. For large groups: (N - 1) / N is
+        1."""
+        compute = 4 * tokens * self.width * self.hidden / (fsdp * tensor * flops)
+        weights = 4 * self.width * self.hidden / (tensor * links[0] * egress)
+        return compute, weights, 4 * tokens * self.width / (fsdp * links[1] * egress)
+
+    def least_tokens(self, fsdp: int, flops: float, egress: float, links: int = 1) -> float:
+        """Returns the fewest tokens of all ranks whose products hide FSDP's gathers: B >= X C / (M W)."""
+        return fsdp * flops / (links * egress)
+
+    def hides_tensor(self, tensor: int, flops: float, egress: float, links: int = 1) -> bool:
+        """Returns whether products hide tensor parallelism's transfers, whatever the tokens: Y <= M F W / C."""
+        return tensor <= links * self.hidden * egress / flops
+
+
 @dataclass(frozen=True)
 class Mlp:
     """The assignment's MLP. tokens: B, of all GPUs; width: D; hidden: F; flops: C; egress: W."""

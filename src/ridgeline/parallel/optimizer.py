@@ -22,8 +22,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of which each rank updates whole parameters, about 1/N of all, and sends them to the others.
 
     params, kind, options: as `kind(params, **options)` takes them. Gradients must be equal on all ranks already.
-    A parameter goes to the rank that has the fewest bytes so far. state_dict() gathers the states of all ranks, so it
-    is a collective; it loads on any number of ranks, and into a plain `kind`."""
+    A parameter goes to the rank that has the fewest bytes so far. state_dict() gathers the states of all ranks into the
+    host's memory, so it is a collective; it loads on any number of ranks and any device, and into a plain `kind`."""
 
     def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer], *, group: Any = None, **options: Any):
         self.group, self.world, self.here = group, groups.size(group), groups.rank(group)
@@ -73,7 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         assert self.local is not None
-        own = {n: self.local.state[p] for n, p in enumerate(self._numbered()) if p in self.local.state}
+        own = {n: _on_host(self.local.state[p]) for n, p in enumerate(self._numbered()) if p in self.local.state}
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, own, group=self.group)
         state: dict[int, Any] = {}
@@ -93,17 +93,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.local.load_state_dict({"state": state, "param_groups": saved_groups})
 
 
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state whose tensors are on the CPU: pickled, those of a GPU would arrive on the sender's."""
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
 class FlatShardedOptimizer(torch.optim.Optimizer):
     """An optimizer of flat shards: a reduce-scatter of gradients, an update of this rank's part, a gather of weights.
 
     It averages the gradients itself, so the model is not wrapped in data parallelism: two volumes move instead of
     three. `kind` must be elementwise, such as SGD or AdamW, since it sees flat parts of N-th size, not parameters.
-    Parameters become views of flat tensors, one for each group and dtype. group["params"] are the flat shards."""
+    Parameters become views of flat tensors, one for each group and dtype. group["params"] are the flat shards.
+    state_dict() is a collective, and is a plain `kind`'s of the same params: it loads on any number of ranks."""
 
     def __init__(self, params: Iterable[Any], kind: type[torch.optim.Optimizer], *, group: Any = None, **options: Any):
         self.group, self.world, self.here = group, groups.size(group), groups.rank(group)
         self.flats: list[tuple[torch.Tensor, nn.Parameter, list[nn.Parameter]]] = []
         given = [g if isinstance(g, dict) else {"params": g} for g in _as_groups(params)]
+        given = [g | {"params": list(g["params"])} for g in given]
+        self.plain = [g["params"] for g in given]  # the parameters as they were given
         shards = [one | {"params": self._shards(list(one["params"]))} for one in given]
         self.local = kind(shards, **options)
         super().__init__(self.local.param_groups, self.local.defaults)
@@ -126,6 +134,47 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
             self.flats.append((flat, shard, some))
             found.append(shard)
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        numbers = {p: n for n, p in enumerate(p for group in self.plain for p in group)}
+        state: dict[int, dict[str, Any]] = {}
+        for flat, shard, params in self.flats:
+            for name, value in self.local.state.get(shard, {}).items():
+                parts: Any = [value] * len(params)
+                if isinstance(value, torch.Tensor) and value.shape == shard.shape:
+                    whole = value.new_empty(flat.shape)
+                    groups.all_gather(whole, value.contiguous(), group=self.group)
+                    sizes = [p.numel() for p in params]
+                    parts = [t.view(p.shape) for t, p in zip(whole.split([*sizes, flat.numel() - sum(sizes)]), params)]
+                for p, part in zip(params, parts, strict=True):
+                    state.setdefault(numbers[p], {})[name] = part
+        saved = [own | {"params": [numbers[p] for p in params]}
+                 for own, params in zip(self.local.param_groups, self.plain, strict=True)]  # fmt: skip
+        host = {n: {k: v.clone() if torch.is_tensor(v) else v for k, v in _on_host(state[n]).items()} for n in state}
+        return {"state": dict(sorted(host.items())), "param_groups": saved}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved, state = state_dict["param_groups"], state_dict["state"]
+        if [len(g["params"]) for g in saved] != [len(params) for params in self.plain]:
+            raise RidgelineError("parallel: the saved optimizer has other groups of parameters than this one")
+        pairs = zip((n for g in saved for n in g["params"]), (p for group in self.plain for p in group), strict=True)
+        place = {p: n for n, p in pairs}
+        own: dict[int, dict[str, Any]] = {}
+        for k, (flat, shard, params) in enumerate(self.flats):
+            theirs = [state.get(place[p], {}) for p in params]
+            for name, value in theirs[0].items():
+                values = [one.get(name) for one in theirs]
+                if name == "step" or not all(torch.is_tensor(v) and v.shape == p.shape for v, p in zip(values, params)):
+                    own.setdefault(k, {})[name] = value
+                    continue
+                whole = torch.cat([v.reshape(-1).to(shard.device) for v in values])
+                whole = torch.nn.functional.pad(whole, (0, flat.numel() - whole.numel()))
+                own.setdefault(k, {})[name] = whole.chunk(self.world)[self.here].clone()
+        counts = iter(range(len(self.flats)))
+        mine = [g | {"params": [next(counts) for _ in local["params"]]}
+                for g, local in zip(saved, self.local.param_groups, strict=True)]  # fmt: skip
+        self.local.load_state_dict({"state": own, "param_groups": mine})
+        self.param_groups, self.state = self.local.param_groups, self.local.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for _, shard, params in self.flats:

@@ -17,7 +17,29 @@ from torch.distributed import pipelining
 from ridgeline.lm.model import Transformer
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import groups
-from ridgeline.parallel.rung import Traffic
+from ridgeline.parallel.rung import Held, Traffic
+
+
+@dataclass
+class Live:
+    """Activations, each of a stage and a micro-batch, that are kept for backward: now, and at most in this step.
+
+    One counts until its backward begins. The first step's also has those from which the engine learns shapes."""
+
+    now: int = 0
+    most: int = 0
+
+    def keep(self, y: torch.Tensor) -> torch.Tensor:
+        if y.requires_grad:
+            self.now += 1
+            self.most = max(self.most, self.now)
+            ends = iter((1,))  # an engine that splits a backward calls the hook again
+
+            def begun(_: torch.Tensor) -> None:
+                self.now -= next(ends, 0)
+
+            y.register_hook(begun)
+        return y
 
 
 class Stage(nn.Module):
@@ -25,8 +47,9 @@ class Stage(nn.Module):
 
     The first takes tokens, the others the residual stream. From the last one's norm `loss` makes the loss."""
 
-    def __init__(self, model: Transformer, first: int, count: int) -> None:
+    def __init__(self, model: Transformer, first: int, count: int, live: Live | None = None) -> None:
         super().__init__()
+        self.live = live or Live()
         self.begins, self.ends = first == 0, first + count == model.size.layers
         self.layers = nn.ModuleDict({str(n): model.model.layers[n] for n in range(first, first + count)})
         self.embed_tokens = model.model.embed_tokens if self.begins else None
@@ -41,7 +64,7 @@ class Stage(nn.Module):
         stream: Any = None
         for layer in self.layers.values():
             x, stream = layer(x, stream, cos, sin)
-        return x + stream if self.norm is None else self.norm(x, stream)[0]
+        return self.live.keep(x + stream if self.norm is None else self.norm(x, stream)[0])
 
     def loss(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss of the last stage's output."""
@@ -64,7 +87,8 @@ class Pipeline(nn.Module):
             )
         each = layers // count
         numbers = [here + n * ranks for n in range(stages)]
-        self.stages = nn.ModuleList(Stage(model, n * each, each) for n in numbers)
+        self.live = Live()
+        self.stages = nn.ModuleList(Stage(model, n * each, each, self.live) for n in numbers)
         device = next(model.parameters()).device
         made = [pipelining.PipelineStage(own, n, count, device, group=group)
                 for own, n in zip(self.stages, numbers, strict=True)]  # fmt: skip
@@ -77,6 +101,7 @@ class Pipeline(nn.Module):
         """Runs forward and backward of a batch that all ranks are given. Returns the mean loss on the last rank."""
         losses: list[torch.Tensor] = []
         given = (tokens,) if self.begins else ()
+        self.live.now = self.live.most = 0
         with groups.answered("the pipeline"):
             if self.ends:
                 self.schedule.step(*given, target=target, losses=losses)
@@ -91,7 +116,7 @@ def _none(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A rung of pipelines. stages: of a rank. live: micro-batches whose activations a rank holds, from m and p."""
+    """A rung of pipelines. stages: of a rank."""
 
     name: str
     idea: str
@@ -112,6 +137,33 @@ class Schedule:
         whole = self.stages * microbatches
         waits = (ranks - 1) / 3 if "ZeroBubble" in self.kind else ranks - 1  # weight gradients fill the rest
         return waits / (whole + waits)
+
+    def live(self, here: int, ranks: int, microbatches: int) -> int:
+        """Returns the activations, each of a stage and a micro-batch, that a rank keeps for backward at most."""
+        every = self.stages * microbatches
+        if self.kind == "ScheduleGPipe":
+            return every
+        after = ranks - 1 - here
+        if self.stages == 1:
+            return min(every, after + 1)
+        ahead = after if "ZeroBubble" in self.kind else 2 * after
+        return min(every, (self.stages - 1) * ranks + ahead + 1)
+
+    def own(self, here: int, ranks: int, layers: int) -> list[int]:
+        """Returns the numbers of the layers that a rank has."""
+        each = layers // (ranks * self.stages)
+        return [n * each + k for n in range(here, ranks * self.stages, ranks) for k in range(each)]
+
+    def held(self, model: Transformer, here: int, ranks: int, moments: int = 2) -> Held:
+        """Returns the bytes that a rank holds, without activations."""
+        own = sum(
+            p.nbytes for n in self.own(here, ranks, model.size.layers) for p in model.model.layers[n].parameters()
+        )
+        if here == 0:
+            own += model.model.embed_tokens.weight.nbytes
+        if here == ranks - 1:
+            own += model.lm_head.weight.nbytes + sum(p.nbytes for p in model.model.norm.parameters())
+        return Held(own, own, moments * own)
 
     def traffic(
         self, model: Transformer, here: int, ranks: int, batch: int, context: int, microbatches: int

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 # Ops of torch.distributed: the collective, and which argument is its whole tensor (or a list of them).
 OPS = {
     "c10d.allreduce_": ("all_reduce", 0),
@@ -35,7 +35,8 @@ def share_sent(collective: str, world: int) -> float:
     if world == 1:
         return 0.0
     ring = (world - 1) / world
-    return {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring}.get(collective, 1.0)
+    shares = {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": ring}
+    return shares.get(collective, 1.0)
 
 
 @dataclass
@@ -65,8 +66,12 @@ class _Observer(TorchDispatchMode):
         self.traffic = traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = OPS.get(str(func).rpartition(".")[0])
-        if found:
+        name = str(func).rpartition(".")[0]
+        found = OPS.get(name)
+        if name == "c10d.alltoall_base_":
+            splits = [n for n in args[4] if n]  # of what is sent; none: equal pieces. With one it is a ring's step
+            self.traffic.add("send" if len(splits) == 1 else "all_to_all", args[1].nbytes)
+        elif found:
             self.traffic.add(found[0], sum(t.nbytes for t in _tensors(args[found[1]])))
         return func(*args, **(kwargs or {}))
 

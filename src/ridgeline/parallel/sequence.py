@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups
+from ridgeline.parallel import groups, packing
 
 LAYOUTS = "zigzag", "plain"
 
@@ -34,14 +34,27 @@ def starts(rank: int, world: int, length: int, layout: str) -> tuple[tuple[int, 
 
 
 def positions(
-    length: int, *, group: Any = None, layout: str = "zigzag", device: torch.device | str | None = None
-) -> torch.Tensor:
+    length: int, *, group: Any = None, cu_seqlens: Any = None, layout: str = "zigzag",
+    device: torch.device | str | None = None
+) -> torch.Tensor:  # fmt: skip
     """Returns the places of this rank's tokens in the sequence, (length / ranks,), int64, as rope takes them.
 
-    length: of the whole sequence. Raises RidgelineError if it does not divide."""
+    length: of the whole sequence. cu_seqlens: of packed ones, as `context.ring_attention` takes it; places then count
+    in each. Raises RidgelineError if the length does not divide, or cu_seqlens does not end there."""
     own = _own_length("positions", length, group, layout)
     begins, size = starts(groups.rank(group), groups.size(group), own, layout)
+    if cu_seqlens is not None:
+        whole = packing.places(_ends("positions", cu_seqlens, length)).to(device)
+        return torch.cat([whole[b : b + size] for b in begins])
     return torch.cat([torch.arange(b, b + size, device=device) for b in begins])
+
+
+def _ends(name: str, cu_seqlens: Any, length: int) -> packing.Ends:
+    ends = packing.read(cu_seqlens)
+    wrong = packing.fault(cu_seqlens, ends, length)
+    if wrong or ends is None:
+        raise RidgelineError(f"{name}: {wrong}")
+    return ends
 
 
 def shard(x: torch.Tensor, *, group: Any = None, dim: int = 1, layout: str = "zigzag") -> torch.Tensor:
@@ -75,14 +88,19 @@ def in_order(gathered: torch.Tensor, length: int, dim: int, layout: str) -> torc
 
 
 def next_labels(
-    tokens: torch.Tensor, *, group: Any = None, dim: int = 1, layout: str = "zigzag", ignore_index: int = -100
-) -> torch.Tensor:
+    tokens: torch.Tensor, *, group: Any = None, cu_seqlens: Any = None, dim: int = 1, layout: str = "zigzag",
+    ignore_index: int = -100
+) -> torch.Tensor:  # fmt: skip
     """Returns the next token of each of this rank's tokens: labels for a loss that does not shift them again.
 
-    tokens: the whole sequences. A sequence's last token has the label `ignore_index`."""
+    tokens: the whole sequences; cu_seqlens: of packed ones. A sequence's last token has the label `ignore_index`."""
     length = tokens.shape[dim]
     last = torch.full_like(tokens.narrow(dim, 0, 1), ignore_index)
-    return shard(torch.cat([tokens.narrow(dim, 1, length - 1), last], dim), group=group, dim=dim, layout=layout)
+    labels = torch.cat([tokens.narrow(dim, 1, length - 1), last], dim)
+    if cu_seqlens is not None:
+        ends = sorted({end - 1 for end in _ends("next_labels", cu_seqlens, length)} - {-1})
+        labels.index_fill_(dim, torch.tensor(ends, device=labels.device), ignore_index)
+    return shard(labels, group=group, dim=dim, layout=layout)
 
 
 class Gather(torch.autograd.Function):

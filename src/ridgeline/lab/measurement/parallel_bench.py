@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,29 @@ import torch
 
 from ridgeline.lab import units
 from ridgeline.lab.measurement import store
-from ridgeline.lab.measurement.parallel_ranks import PARTS, Row, Work, formulas, rows
+from ridgeline.lab.measurement.parallel_clock import Row, Work
+from ridgeline.lab.measurement.parallel_cuts import PARTS as CUTS
+from ridgeline.lab.measurement.parallel_rank import row as of_a_pretended_rank
+from ridgeline.lab.measurement.parallel_ranks import PARTS, formulas, rows
 from ridgeline.lab.measurement.parallel_ranks import ranked as of_one_rank
 from ridgeline.lab.tables import print_table
 from ridgeline.lm.sizes import SIZES, size
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import groups
+from ridgeline.parallel.cluster import cluster
 
 POWERS = {"K": 10, "M": 20, "G": 30}
 GLOO = "gloo on one machine: these are figures of this machine's memory and its cores, and of no network"
+
+SHARED = (
+    "ring, tensor, pipeline: predicted is a rank's part of the time alone, and what it moves; idle is the share of the "
+    "step beyond an N-th of the time alone; kept: activations of stages and micro-batches"
+)
+
+OWN = (
+    "step, host, rate and memory are this rank's own; memory's formula is of weights and states; to move is predicted "
+    "from {}'s links, and hides under the step where it can"
+)
 
 
 def whole(text: str) -> int:
@@ -65,7 +80,12 @@ def words(text: str) -> tuple[str, ...]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("part", nargs="?", choices=PARTS, help="only this (all)")
+    add(
+        "part",
+        nargs="?",
+        choices=(*PARTS, "rank"),
+        help="only this (all but rank: one rank of a world that is not there)",
+    )
     add("--world", type=wholes, metavar="N", help="processes, with commas (2); under torchrun, what it started")
     add("--backend", choices=("gloo", "nccl"), help="gloo on the CPU, nccl on GPUs (nccl if there are enough GPUs)")
     add("--bytes", type=amounts, default=(2**16, 2**20, 2**22), metavar="N", help="of a collective (64K,1M,4M)")
@@ -74,9 +94,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=whole, default=128, metavar="N", help="tokens of a sequence (128)")
     add("--batch", type=whole, default=2, metavar="N", help="sequences of each rank (2)")
     add("--buckets", type=numbers, default=(), metavar="MB", help="further buckets of data: 1,10,100,1000")
+    add("--microbatches", type=whole, metavar="N", help="of a pipeline, each of --batch sequences (twice the ranks)")
     add("--rungs", type=words, default=(), metavar="NAMES", help="only these rungs")
     add("--budget", type=float, default=0.5, metavar="S", help="seconds for the timing of a row (0.5)")
     add("--warmups", type=whole, default=5, metavar="N", help="runs before those that are timed (5)")
+    add("--cluster", default="dgx-h200", metavar="NAME", help="whose links predict what rank's network adds (dgx-h200)")
     add("--timeout", type=float, default=300.0, metavar="S", help="seconds until a rank counts as lost (300)")
     add("--dry", action="store_true", help="only print what strategies move and hold, by formula; needs no GPU")
     add("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
@@ -91,13 +113,15 @@ def measured(options: argparse.Namespace) -> list[Row] | None:
     parts = (options.part,) if options.part else PARTS
 
     if options.dry and options.part == "collectives":
-        raise RidgelineError("parallel bench: --dry is for strategies: data, optimizer or fsdp")
+        raise RidgelineError(f"parallel bench: --dry is for strategies: {', '.join(PARTS[1:])}")
 
     def work(backend: str) -> Work:
         impl = "ridgeline" if backend == "nccl" else "torch"
         return Work(parts, options.bytes, model, options.context, options.batch, impl, options.budget,
-                    options.buckets, options.rungs, options.warmups)  # fmt: skip
+                    options.buckets, options.rungs, options.warmups, options.microbatches)  # fmt: skip
 
+    if options.part == "rank":
+        return pretended(options, replace(work("nccl"), parts=()))
     if options.dry:
         return [row for world in options.world or (2,) for row in formulas(work("nccl"), world)]
     if launched:
@@ -119,6 +143,38 @@ def measured(options: argparse.Namespace) -> list[Row] | None:
         found += groups.spawn(of_one_rank, world, work(backend), backend=backend, timeout=options.timeout)[0]
     groups.close()
     return found
+
+
+def pretended(options: argparse.Namespace, work: Work) -> list[Row]:
+    """Returns the rows of one rank of each world, by our ops and by torch's; on the CPU by torch's alone."""
+    if options.backend or options.dry:
+        raise RidgelineError("parallel bench: rank runs one process without a backend; leave --backend and --dry out")
+    gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    impls = [name for name in ("ridgeline", "torch")[not gpu :] if not work.only or name in work.only]
+    if not impls:
+        raise RidgelineError("parallel bench: rank has the rungs ridgeline, on a GPU, and torch")
+    links = cluster(options.cluster)
+    return [of_a_pretended_rank(replace(work, impl=impl), world, device, links)
+            for world in options.world or (8,) for impl in impls]  # fmt: skip
+
+
+def show_rank(found: list[Row]) -> None:
+    """Prints what one rank of each world does."""
+    for world in dict.fromkeys(r["world"] for r in found):
+        cells = [
+            [r["rung"], units.seconds(r["seconds"]["median"]), units.spread(r["seconds"]), units.seconds(r["host"]),
+             units.scaled(r["rate"], "tokens/s"), units.size(r["memory"]), units.size(r["memory_predicted"]["after"]),
+             units.size(r["sent"]), formula(r), units.seconds(r["predicted"])]
+            for r in found if r["world"] == world and not r["wrong"]
+        ]  # fmt: skip
+        some = next(r for r in found if r["world"] == world)
+        figures = ["step", "±", "host", "rate", "memory", "formula", "sends", "formula", "to move"]
+        print_table(f"rank 0 of {world} under FSDP2 on {some['device']}, no other rank", ["ops"], figures, cells)
+    print(OWN.format(found[0]["cluster"]), flush=True)
+    for r in found:
+        if r["wrong"]:
+            print(f"rank, {r['rung']}, world {r['world']}: {r['wrong']}", flush=True)
 
 
 def moves(row: Row) -> str:
@@ -156,15 +212,52 @@ def show_strategies(part: str, some: list[Row]) -> None:
             continue
         cells.append([r["rung"], *times, exposed(r), units.seconds(r["predicted"]), moves(r),
                       units.size(sum(r["bytes_moved"].values())), formula(r)])  # fmt: skip
-        there, said = r["memory"], r["memory_predicted"]
-        pairs = [units.size(kind[name]) for name in ("init", "before", "after") for kind in (there, said)]
-        held.append([r["rung"], *pairs, units.size(said["buffers"])])
+        held.append(remembered(r))
     title = f"{part}, world {some[0]['world']}, {some[0]['backend']}, {some[0]['impl']}'s ops"
     figures = ["step", "±", "exposed", "to move, predicted", "calls", "bytes", "formula"]
     print_table(title, ["rung"], figures, cells)
+    show_memory(part, some[0], held)
+
+
+def remembered(row: Row) -> list[str]:
+    """Returns the cells of a row of memory."""
+    there, said = row["memory"], row["memory_predicted"]
+    pairs = [units.size(kind[name]) for name in ("init", "before", "after") for kind in (there, said)]
+    return [row["rung"], *pairs, units.size(said["buffers"])]
+
+
+def show_memory(part: str, one: Row, cells: list[list[str]]) -> None:
     figures = ["init", "formula", "before step", "formula", "after step", "formula", "buffers, formula"]
-    gpu = some[0]["device"] != "cpu"
-    print_table(f"{part}, memory of a rank" + (", peaks" if gpu else ", counted"), ["rung"], figures, held)
+    gpu = one["device"] != "cpu"
+    print_table(f"{part}, memory of a rank" + (", peaks" if gpu else ", counted"), ["rung"], figures, cells)
+
+
+def show_cuts(part: str, some: list[Row]) -> None:
+    """Prints a part whose ranks share one batch."""
+    cells, held = [], []
+    waits = part == "pipeline"
+    for r in (r for r in some if not r["wrong"] and "seconds" in r):
+        times = [units.seconds(r["seconds"]["median"]), units.spread(r["seconds"])]
+        if "alone" not in r:
+            cells.append([r["rung"], *times, *[units.DASH] * (8 if waits else 5)])
+            continue
+        idle = []
+        if waits:
+            idle = [units.percent(r["idle"]), units.percent(r["idle_predicted"]), f"{r['live']}, {r['live_predicted']}"]
+        moves_ = [moves(r), units.size(sum(r["bytes_moved"].values())), formula(r)]
+        cells.append([r["rung"], *times, units.seconds(r["step_predicted"]), *idle,
+                      units.seconds(r["predicted"]), *moves_])  # fmt: skip
+        if "memory" in r:
+            held.append(remembered(r))
+    one = some[0]
+    title = f"{part}, world {one['world']}, {one['backend']}, {one['impl']}'s ops"
+    if waits:
+        title += f", {one['layers']} layers, {one['microbatches']} micro-batches; rank 0"
+    figures = ["step", "±", "predicted", *(["idle", "predicted", "kept, formula"] if waits else []), "to move",
+               "calls", "bytes", "formula"]  # fmt: skip
+    print_table(title, ["rung"], figures, cells)
+    if held:
+        show_memory(part, one, held)
 
 
 def show_formulas(found: list[Row]) -> None:
@@ -172,7 +265,8 @@ def show_formulas(found: list[Row]) -> None:
     for world, part in dict.fromkeys((r["world"], r["part"]) for r in found):
         cells = [
             [r["rung"], str(sum(r["calls_predicted"].values())), units.size(sum(r["bytes_predicted"].values())),
-             units.size(r["sent"]), *[units.size(n) for n in r["memory_predicted"].values()]]
+             units.size(r["sent"]),
+             *([units.size(n) for n in r["memory_predicted"].values()] if r["memory_predicted"] else [units.DASH] * 4)]
             for r in found if (r["world"], r["part"]) == (world, part)
         ]  # fmt: skip
         figures = ["calls", "bytes", "a rank sends", "init", "before step", "after step", "buffers"]
@@ -190,14 +284,21 @@ def show(found: list[Row]) -> None:
         print(f"world {world}, {one['backend']} on {one['device']}: {link}, by the engine's all-reduce", flush=True)
         for part in dict.fromkeys(r["part"] for r in here):
             some = [r for r in here if r["part"] == part]
-            show_collectives(some) if part == "collectives" else show_strategies(part, some)
+            if part == "collectives":
+                show_collectives(some)
+            else:
+                show_cuts(part, some) if part in CUTS else show_strategies(part, some)
     print("bus: bytes that a rank sends in a ring, per second; exposed: the share of the step beyond the same without "
           "communication; to move, predicted: if nothing overlaps", flush=True)  # fmt: skip
+    if any(r["part"] in CUTS for r in found):
+        print(SHARED, flush=True)
     if any(r["backend"] == "gloo" for r in found):
         print(GLOO, flush=True)
     for r in found:
         if r["wrong"]:
             print(f"{r['part']}, {r['rung']}, world {r['world']}: wrong, so not timed: {r['wrong']}", flush=True)
+        if r.get("refused"):
+            print(f"{r['part']}, {r['rung']}, world {r['world']}: not run: {r['refused']}", flush=True)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -214,5 +315,5 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found))
     else:
-        show(found)
+        show_rank(found) if options.part == "rank" else show(found)
     return int(any(row["wrong"] for row in found))

@@ -1,13 +1,11 @@
 """What each rank of `ridgeline parallel bench` does: check a rung against one process, then time it.
 
-A run's time is that of its slowest rank, from a barrier on. Predictions use the latency of a hop and the bandwidth of a
-link, both taken from the engine's all-reduce in the same run.
+`parallel_clock.py` says how; `parallel_cuts.py` has split sequences, layers and pipelines.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,102 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ridgeline.lab.measurement.clock import interval, median
+from ridgeline.lab.measurement import parallel_cuts as cuts
+from ridgeline.lab.measurement.parallel_clock import (
+    Link,
+    Row,
+    Work,
+    expected,
+    in_use,
+    link_of,
+    machine,
+    moved,
+    slowest,
+    timed,
+)
 from ridgeline.lm.model import Transformer
-from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import collectives, data, fsdp, groups, optimizer, sharded
-from ridgeline.parallel.rung import Held, Rung, Traffic, observed
+from ridgeline.parallel.rung import Rung, Traffic, observed
 
-Row = dict[str, Any]
-PARTS = ("collectives", "data", "optimizer", "fsdp")
+STRATEGIES = ("data", "optimizer", "fsdp")
+PARTS = ("collectives", *STRATEGIES, *cuts.PARTS)
 RATE = 0.1  # of the check's SGD
-
-
-@dataclass(frozen=True)
-class Work:
-    """What to measure, the same on each rank."""
-
-    parts: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes of a collective's whole tensor
-    model: Size
-    context: int
-    batch: int  # sequences of a rank
-    impl: str
-    budget: float  # seconds for the timing of a row
-    buckets: tuple[float, ...] = ()  # MiB
-    only: tuple[str, ...] = ()  # rungs
-    warmups: int = 5
-
-
-@dataclass
-class Link:
-    """T = hops x latency + bytes sent / bandwidth."""
-
-    latency: float
-    bandwidth: float
-    world: int
-
-    def seconds(self, traffic: Traffic) -> float:
-        hops = {"all_reduce": 2 * (self.world - 1), "all_gather": self.world - 1, "reduce_scatter": self.world - 1}
-        steps = sum(calls * hops.get(name, 1) for name, calls in traffic.calls.items())
-        sent = traffic.sent(self.world)
-        return steps * self.latency + (sent / self.bandwidth if sent else 0.0)  # a rank alone sends nothing
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def slowest(values: Sequence[float]) -> list[float]:
-    """Returns the largest of all ranks, for each value."""
-    everyone: list[Any] = [None] * groups.size()
-    dist.all_gather_object(everyone, list(values))
-    return [max(some) for some in zip(*everyone, strict=True)]
-
-
-def once(run: Callable[[], Any], device: torch.device) -> float:
-    """Returns the seconds of one run on this rank, from a barrier to an idle device."""
-    synchronize(device)
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    synchronize(device)
-    return time.perf_counter() - start
-
-
-def timed(runs: Sequence[Callable[[], Any]], device: torch.device, work: Work) -> list[dict[str, float]]:
-    """Times several functions, one after the other in each round. Returns their medians with 95% intervals."""
-    for _ in range(work.warmups):
-        for run in runs:
-            run()
-    [first] = slowest([sum(once(run, device) for run in runs)])
-    rounds = min(100, max(5, int(work.budget * len(runs) / max(first, 1e-9))))
-    samples: list[list[float]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for run, some in zip(runs, samples, strict=True):
-            some.append(once(run, device))
-    found = []
-    for some in samples:
-        worst = slowest(some)
-        low, high = interval(worst)
-        found.append({"median": median(worst), "low": low, "high": high, "runs": float(rounds)})
-    return found
-
-
-def link_of(device: torch.device, work: Work) -> Link:
-    """Returns the link as the engine's all-reduce shows it: latency by 1 KiB, bandwidth by 4 MiB."""
-    world = groups.size()
-    small, large = torch.ones(2**8, device=device), torch.ones(2**20, device=device)
-    runs = [lambda: dist.all_reduce(small.fill_(1)), lambda: dist.all_reduce(large.fill_(1))]
-    short, long = (one["median"] for one in timed(runs, device, work))
-    sent = Traffic().add("all_reduce", large.nbytes - small.nbytes).sent(world)
-    return Link(short / max(1, 2 * (world - 1)), sent / max(long - short, 1e-9), world)
-
-
-def machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 # --- collectives
@@ -148,14 +71,6 @@ def collective_rows(work: Work, device: torch.device, link: Link) -> Iterator[Ro
         for row, seconds in zip(rows, timed(runs, device, work), strict=True):
             algorithm = row["bytes"] / seconds["median"]
             yield row | {"seconds": seconds, "algorithm": algorithm, "bus": row["sent"] / seconds["median"]}
-
-
-def moved(predicted: Traffic, seen: Traffic, link: Link) -> Row:
-    """Returns what a row says of calls and bytes, predicted and seen."""
-    return {
-        "calls": dict(seen.calls), "calls_predicted": dict(predicted.calls), "bytes_moved": dict(seen.bytes),
-        "bytes_predicted": dict(predicted.bytes), "sent": seen.sent(link.world), "predicted": link.seconds(predicted),
-    }  # fmt: skip
 
 
 # --- strategies
@@ -203,39 +118,6 @@ def ladder(part: str, work: Work) -> list[Rung]:
     if not chosen:
         raise RidgelineError(f"parallel bench: {part} has no rung of these; it has {', '.join(r.name for r in found)}")
     return chosen
-
-
-def states(kept: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of an optimizer: states, and the parameters and gradients that only it has."""
-    inner = getattr(kept, "local", None) or getattr(kept, "optim", None) or kept
-    for state in inner.state.values():
-        yield from (t for t in state.values() if isinstance(t, torch.Tensor))
-    for group in inner.param_groups:
-        for p in group["params"]:
-            yield p
-            if p.grad is not None:
-                yield p.grad
-
-
-def counted(step: Step) -> int:
-    """Returns the bytes of the tensors that a rank holds for its model and optimizer, each storage once."""
-    found: dict[int, int] = {}
-    with torch.no_grad():
-        tensors = [*step.wrapped.parameters(), *states(step.optimizer)]
-        for t in [*tensors, *[p.grad for p in tensors if p.is_leaf and p.grad is not None]]:
-            local = t.to_local() if hasattr(t, "to_local") else t
-            found[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
-    return sum(found.values())
-
-
-def in_use(step: Step, device: torch.device) -> int:
-    """Returns a GPU's peak since the last call; on a CPU, the bytes counted."""
-    if device.type != "cuda":
-        return counted(step)
-    synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
 
 
 def begun(rung: Rung, work: Work, device: torch.device, kind: type[torch.optim.Optimizer], **options: Any) -> Step:
@@ -300,11 +182,11 @@ def strategy_rows(part: str, work: Work, device: torch.device, link: Link) -> It
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         step = begun(rung, work, device, torch.optim.AdamW)
-        memory = {"init": in_use(step, device)}
+        memory = {"init": in_use(step.wrapped.parameters(), step.optimizer, device)}
         step.gradients()
-        memory["before"] = in_use(step, device)
+        memory["before"] = in_use(step.wrapped.parameters(), step.optimizer, device)
         step.optimizer.step()
-        memory["after"] = in_use(step, device)
+        memory["after"] = in_use(step.wrapped.parameters(), step.optimizer, device)
         step()  # the engine lays out its buckets anew after the first
         with observed() as seen:
             step()
@@ -322,7 +204,9 @@ def formulas(work: Work, world: int) -> list[Row]:
         plain = Transformer(work.model, work.impl)
     found: list[Row] = []
     for part in work.parts:
-        for rung in [] if part == "collectives" else ladder(part, work):
+        if part in cuts.PARTS:
+            found += cuts.formulas(part, work, plain, world)
+        for rung in ladder(part, work) if part in STRATEGIES else []:
             traffic, held = rung.traffic(plain, world), rung.held(plain, world)
             found.append({
                 "part": part, "rung": rung.name, "world": world, "idea": rung.idea, "sent": traffic.sent(world),
@@ -332,12 +216,6 @@ def formulas(work: Work, world: int) -> list[Row]:
     return found
 
 
-def expected(held: Held) -> dict[str, int]:
-    """Returns the bytes that a rank should hold at each point of a step, and those of its buffers at the peak."""
-    before = held.weights + held.gradients
-    return {"init": held.weights, "before": before, "after": before + held.states, "buffers": held.buffers}
-
-
 def rows(work: Work, device: torch.device) -> list[Row]:
     """Returns the rows of all parts; each rank calls it."""
     found: list[Row] = []
@@ -345,9 +223,12 @@ def rows(work: Work, device: torch.device) -> list[Row]:
     with groups.answered("the benchmark"):
         link = link_of(device, work)
         for part in work.parts:
-            found_here = collective_rows(work, device, link)
-            if part != "collectives":
+            if part in cuts.PARTS:
+                found_here = cuts.rows(part, work, device, link)
+            elif part in STRATEGIES:
                 found_here = strategy_rows(part, work, device, link)
+            else:
+                found_here = collective_rows(work, device, link)
             found += [where | {"latency": link.latency, "bandwidth": link.bandwidth} | row for row in found_here]
     return found
 

@@ -36,8 +36,8 @@ def _backward(
 
 
 def _partial(q: Any, k: Any, v: Any, *rest: Any) -> int:
-    scale, softcap, left, right, _ = rest
-    return count(q, k, None, None, None, Options(scale, softcap, left, right, False, 0))
+    cu, scale, softcap, left, right, _ = rest
+    return count(q, k, None, cu, None, Options(scale, softcap, left, right, False, 0))
 
 
 def count_cached(q: Any, cu_q: Any, lengths: Any, chosen: Options) -> int:

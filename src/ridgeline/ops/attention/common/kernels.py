@@ -79,18 +79,18 @@ def _fill(grads: tuple[Any, ...], do: torch.Tensor, dlse: Any, *rest: Any) -> No
 
 # For results that are sums of several calls' (ring attention): o and the gradients leave in float32. Only the Triton
 # kernels store so; those for Hopper put q's dtype where q was. left and right may be negative.
-_PARTIAL = "float scale, float softcap, int left, int right, str precision"
+_PARTIAL = "Tensor? cu, float scale, float softcap, int left, int right, str precision"
 
 
 @kernel_op(f"attention_partial_fwd(Tensor q, Tensor k, Tensor v, {_PARTIAL}) -> (Tensor, Tensor)")
 def _partial_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float, left: int, right: int,
-    precision: str,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, scale: float, softcap: float,
+    left: int, right: int, precision: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns o and lse, both float32, where query i sees the keys i - left to i + right."""
     o, lse = _like(q, torch.float32), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    given: tuple[Any, ...] = (None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
-    run(OPS[False], "fwd", "triton", (o, lse), q, k, v, *given)
+    given: tuple[Any, ...] = (None, cu, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
+    run(OPS[cu is not None], "fwd", "triton", (o, lse), q, k, v, *given)
     return o, lse
 
 
@@ -100,13 +100,13 @@ def _partial_forward(
 )
 def _partial_backward(
     do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
-    lse: torch.Tensor, scale: float, softcap: float, left: int, right: int, precision: str,
+    lse: torch.Tensor, cu: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, precision: str,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Returns dq, dk and dv in float32, of o and lse over more keys than these."""
     grads = tuple([_like(t, torch.float32) for t in (q, k, v)])
-    given: tuple[Any, ...] = (None, None, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
+    given: tuple[Any, ...] = (None, cu, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
     outputs: Any = (*grads, None)
-    run(OPS[False], "bwd", "triton", outputs, do, dlse, q, k, v, o, lse, *given, True)
+    run(OPS[cu is not None], "bwd", "triton", outputs, do, dlse, q, k, v, o, lse, *given, True)
     return grads
 
 
