@@ -106,7 +106,7 @@ def scan(call: Call, one: Pass) -> None:
             partial = torch.empty((count * N, HV, width), **fresh)
         of = one.sums.stride()
         gradient = Gradient(*call.rows(one.own), one.sums, of[0], of[1], of[2], partial)
-    marks = 0 if one.marks is None else one.marks.shape[1]
+    marks = 1 if one.marks is None else one.marks.shape[1]
     where = Sequences(call.ends, T, HV, length, count, marks)
     gate = None if call.g is None else call.rows(call.g)
     args = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate, call.u

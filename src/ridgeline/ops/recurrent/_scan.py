@@ -252,34 +252,36 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 
 @triton.jit
-def _gate_sums(
-    gradient, places, rows, columns, part, end, own, beyond, crossing, state, inside, g, form: tl.constexpr
-):  # fmt: skip
-    """Brings to a chunk's dg what a pass knows: of rows `own` what they have with the state alone, `beyond`, and of the
-    chunk's own pairs `crossing`. Forward keeps the state before the chunk; reversed meets it."""
-    place, mark = places
+def _meet(mark, state, g, inside, form: tl.constexpr):
+    """Forward: keeps the state before a chunk. Reversed: what keys before the chunk bring to its gates' gradients with
+    queries after it, the decayed product of that state and `state`, its gradient after the chunk."""
+    held = tl.zeros_like(tl.sum(g, 0))
+    if form.REVERSE:
+        both = tl.load(mark, mask=inside, other=0.0).to(tl.float32) * state
+        held = decay_of(tl.sum(g, 0), form) * (tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0))
+    else:
+        tl.store(mark, state, mask=inside)
+    return held
+
+
+@triton.jit
+def _gate_sums(place, rows, columns, part, end, step, own, beyond, crossing, held, form: tl.constexpr):
+    """Brings to a chunk's dg what a pass knows: of its rows `own` what they have with the state alone, `beyond`; of the
+    chunk's own pairs `crossing`; and reversed, of pairs around the chunk, `held`."""
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     mine = own.to(tl.float32) * beyond
     if form.GATE == 1:
-        spots = rows.to(tl.int64) * gradient.sums_token + part
+        spots = rows.to(tl.int64) * step + part
         here = rows < end
         mine = tl.sum(mine, 1)
-        found = tl.sum(tl.where(i < j if form.REVERSE else i >= j, mine[:, None], 0.0), 0)
+        found = tl.sum(tl.where(i < j if form.REVERSE else i >= j, mine[:, None], 0.0), 0) + crossing
     else:
-        spots = rows.to(tl.int64)[:, None] * gradient.sums_token + columns[None, :]
+        spots = rows.to(tl.int64)[:, None] * step + columns[None, :]
         here = (rows < end)[:, None] & (columns < form.N)[None, :]
-        found = _between(j >= 0, mine, own, form)
-    found += crossing
+        found = _between(j >= 0, mine, own, form) + crossing
     if form.REVERSE:
-        both = tl.load(mark, mask=inside, other=0.0).to(tl.float32) * state
-        whole = decay_of(tl.sum(g, 0), form)
-        if form.GATE == 1:
-            found += whole * tl.sum(tl.sum(both, 0), 0)
-        else:
-            found += (whole * tl.sum(both, 0))[None, :]
         found += tl.load(place + spots, mask=here, other=0.0)
-    else:
-        tl.store(mark, state, mask=inside)
+        found += held if form.GATE == 1 else held[None, :]
     tl.store(place + spots, found, mask=here)
 
 
@@ -387,6 +389,8 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         g = _gates(gate, from_g, rows, channels, end, form)
         own = tc
         if OUT and form.GRADIENT:
+            mark = states.marks + (room + first // form.C) * (form.D * form.N) + plain
+            held = _meet(mark, state, g, inside, form)
             own = tile_at(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
             found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, own, form, OUT and form.GRADIENT)
@@ -396,10 +400,9 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         if OUT:
             found = scale * found + beyond
             if form.GRADIENT:
-                place = states.marks + (room + first // form.C) * (form.D * form.N) + plain
                 _gate_sums(
-                    gradient, (gradient.sums + sums, place), rows, columns, part, end, own, beyond, scale * crossing,
-                    state, inside, g, form,
+                    gradient.sums + sums, rows, columns, part, end, gradient.sums_token, own, beyond, scale * crossing,
+                    held, form,
                 )  # fmt: skip
                 if form.BONUS:
                     of_bonus += scale * tl.sum(own.to(tl.float32) * tc.to(tl.float32) * diagonal[:, None], 0)
