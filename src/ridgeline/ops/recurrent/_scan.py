@@ -170,7 +170,13 @@ def _between(same, x, like, form: tl.constexpr):
         chosen = same & (j > i)
     else:
         chosen = same & (j >= i)
-    if like.dtype == tl.float16:  # terms may be beyond its range
+    return sums_of(chosen, x, like, form)
+
+
+@triton.jit
+def sums_of(chosen, x, like, form: tl.constexpr):
+    """The sums of the chosen rows of x, for each row."""
+    if like.dtype == tl.float16:  # x may be beyond its range
         found = tl.dot(chosen.to(tl.float32), x, input_precision="tf32")
     else:
         found = tl.dot(chosen.to(like.dtype), x.to(like.dtype), input_precision=form.PRECISION)
