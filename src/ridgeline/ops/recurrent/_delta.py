@@ -576,7 +576,7 @@ def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
-    """Adds to the gradients of q, a, b, k and the gate those of a chunk's own pairs, without pairs of a row with itself."""
+    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself."""
     dqb, dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = pairs
     C: tl.constexpr = form.C
     dq, da, db, dk, dg = sums
