@@ -90,7 +90,7 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
     count, length = _chunks.segments(gpu, heads * slices, call.q.shape[1], C)
     form = Form(
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, 2, one.inside, one.reverse,
-        call.u is not None, 1, False, call.precision, False, False,
+        call.u is not None, False, call.precision, False, False,
     )  # fmt: skip
     starts = decays = None
     if count > 1:

@@ -54,18 +54,17 @@ class Pass(NamedTuple):
     first: Maybe
     last: Maybe
     own: Maybe = None  # q or k, where the gate has a gradient
-    sums: Maybe = None
-    into: Maybe = None  # dg
+    sums: Maybe = None  # dg, (B, T, heads, K), or a column for each slice of columns
     marks: Maybe = None
     bonus: Maybe = None  # du
 
 
 def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> tuple[int, int, int, int, int]:
-    """Returns BN, the rows of a chunk, warps, stages, and the chunks between marks."""
+    """Returns BN, the rows of a chunk, warps, stages, and the chunks of the shortest segment."""
     BD, BN = (max(16, triton.next_power_of_2(n)) for n in (D, N))
-    if gpu.backend == "cpu":  # the interpreter: several chunks and marks of few tokens
+    if gpu.backend == "cpu":  # the interpreter: several chunks and segments of few tokens
         return min(BN, 32), 16, 4, 1, 1 if dtype == torch.float32 else 2
-    if dtype == torch.float32:  # short chunks, each with a mark: the gate's gradient then is as exact as the rest
+    if dtype == torch.float32:  # short chunks
         return min(BN, 32), 16, 4, 1, 1
     if gpu.capability != 90:  # elsewhere the larger tiles spill (sm_80) or fail to compile (sm_100)
         return min(BN, 32), 32, 4, 1, 16
@@ -86,12 +85,12 @@ def scan(call: Call, one: Pass) -> None:
     """Starts a pass: one kernel, or where a sequence is cut into segments, three."""
     gpu, N, HV = device.of(one.a), call.sequences, call.v.shape[2]
     D, width, T = one.a.shape[3], one.c.shape[3], call.q.shape[1]
-    BN, C, warps, stages, mark = tiles(gpu, one.a.dtype, call.gate, D, width)
+    BN, C, warps, stages, unit = tiles(gpu, one.a.dtype, call.gate, D, width)
     slices = -(-width // BN)
-    count, length = segments(gpu, N * HV * slices, T, C * mark)
+    count, length = segments(gpu, N * HV * slices, T, C * unit)
     form = Form(
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, call.gate, one.inside, one.reverse,
-        call.u is not None, mark, one.a.dtype == torch.float32, call.precision, one.sums is not None,
+        call.u is not None, one.a.dtype == torch.float32, call.precision, one.sums is not None,
         one.bonus is not None,
     )  # fmt: skip
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": one.a.device}
@@ -106,7 +105,7 @@ def scan(call: Call, one: Pass) -> None:
         if one.bonus is not None:
             partial = torch.empty((count * N, HV, width), **fresh)
         of = one.sums.stride()
-        gradient = Gradient(*call.rows(one.own), one.sums, one.into, of[0], of[1], of[2], partial)
+        gradient = Gradient(*call.rows(one.own), one.sums, of[0], of[1], of[2], partial)
     marks = 1 if one.marks is None else one.marks.shape[1]
     where = Sequences(call.ends, T, HV, length, count, marks)
     gate = None if call.g is None else call.rows(call.g)
@@ -132,20 +131,20 @@ def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
-    """Three scans. The first leaves q dq in dg, and states at marks; the second turns them into dg."""
+    """Three scans. The first brings its part to dg, and keeps the states before chunks; the second brings the rest."""
     call = Call(*inputs)
     q, k, v = call.q, call.k, call.v
-    gpu, K, V = device.of(q), q.shape[3], v.shape[3]
-    BN, C, _, _, mark = tiles(gpu, q.dtype, call.gate, V, K)
-    marks = sums = into = None
+    (B, T, HV, V), K = v.shape, q.shape[3]
+    BN, C, _, _, _ = tiles(device.of(q), q.dtype, call.gate, V, K)
+    marks = sums = None
     if dg is not None:
-        count = max(-(-q.shape[1] // (C * mark)), 1)
-        fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-        marks = torch.empty((call.sequences * v.shape[2], count, V, K), **fresh)
-        sums = torch.empty((*dg.shape[:3], K if call.gate == 2 else -(-K // BN)), **fresh)
-        into = dg if call.gate == 2 else torch.empty_like(sums)
-    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, into, marks, du))
-    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, into, marks))
+        heads, chunks = (B * HV, -(-T // C)) if call.ends is None else (HV, T // C + call.sequences)
+        wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
+        marks = torch.empty((heads, chunks, V, K), dtype=wide, device=q.device)
+        sums = dg if call.gate == 2 else torch.empty((B, T, HV, -(-K // BN)), dtype=torch.float32, device=q.device)
+    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, marks, du))
+    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, marks))
+    del marks
     scan(call, Pass(k, q, do, dv, True, True, dlast, dfirst))
-    if dg is not None and into is not None and call.gate == 1:
-        torch.sum(into, -1, out=dg)
+    if dg is not None and sums is not None and call.gate == 1:
+        torch.sum(sums, -1, out=dg)

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, tile_at
+from ridgeline.ops.recurrent._levels import crossings
+from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, sums_of, tile_at
 
 
 class Matrices(NamedTuple):
@@ -575,29 +576,39 @@ def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
-    """Adds to the gradients of q, a, b and k those of a chunk's own pairs, without pairs of a row with itself."""
+    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself."""
     dqb, dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = pairs
     C: tl.constexpr = form.C
-    dq, da, db, dk = sums
+    dq, da, db, dk, dg = sums
     late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
     for level in range(form.LEVELS):
         here, there = _beside(level, C), _beside(level, C, True)
         since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
         rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
-        dq += since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
-        da += since_a * _dot(tl.where(here, dab, 0.0), cb, tb, form)
-        db += until * (
+        of_q = since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
+        of_a = since_a * _dot(tl.where(here, dab, 0.0), cb, tb, form)
+        of_b = until * (
             _dot(tl.where(there, dqb_t, 0.0), rq, tb, form) + _dot(tl.where(there, dab_t, 0.0), ra, tb, form)
         )
+        db += of_b
+        terms = tb * of_b  # of left blocks; those of q and a are of right ones
         if form.LOW:
             ck = (tk * until).to(tk.dtype)
-            dq += since * _dot(tl.where(here, dqk, 0.0), ck, tb, form)
-            da += since_a * _dot(tl.where(here, dak, 0.0), ck, tb, form)
-            dk += until * (
+            of_q += since * _dot(tl.where(here, dqk, 0.0), ck, tb, form)
+            of_a += since_a * _dot(tl.where(here, dak, 0.0), ck, tb, form)
+            of_k = until * (
                 _dot(tl.where(there, dqk_t, 0.0), rq, tb, form) + _dot(tl.where(there, dak_t, 0.0), ra, tb, form)
             )
+            dk += of_k
+            terms += tk * of_k
+            dg += sums_of(crossings(level, C, True), ta * of_a, tb, form)
+        else:
+            terms += ta * of_a
+        dq += of_q
+        da += of_a
+        dg += sums_of(crossings(level, C, False), terms + tq * of_q, tb, form)
         late, early, soon = _edges(late, early, soon, g, level, form)
-    return dq, da, db, dk
+    return dq, da, db, dk, dg
 
 
 @triton.jit
@@ -677,19 +688,17 @@ def _slice_gradients(
     da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
     db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
     db *= factor[:, None]
-    end = whole * _held(states, at, depth, form, BS) + tl.sum(tb * db, 0)
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    dg = tl.zeros_like(g) + (whole * _held(states, at, depth, form, BS))[None, :]
     dk = db
     if form.LOW:
         from_v = find_head(v, n, h, packing.ends, start)
         dk = after * _sum_by_states(from_v, v.token, states.later, at, rows, depth, tokens, form, BS)
-        end += tl.sum(tk * dk, 0)
-    dq, da, db, dk = _inner_by_channel((dq, da, db, dk), tq, tk, ta, tb, g, pairs, form)
-    since = tq * dq - tb * db + ta * da
-    if form.LOW:
-        since -= tk * dk
-    dg = tl.cumsum(since, 0, reverse=True) + end[None, :]
-    if form.LOW:  # a row's own gate follows its read
-        dg -= ta * da
+        dg += sums_of(j >= i, tq * dq, tb, form) + sums_of(j < i, tb * db + tk * dk, tb, form)
+        dg += sums_of(j > i, ta * da, tb, form)  # a row's own gate follows its read
+    else:
+        dg += sums_of(j >= i, tq * dq + ta * da, tb, form) + sums_of(j < i, tb * db, tb, form)
+    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, form)
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
     own = _diagonal(pairs[0], form)
     dq += own * tb

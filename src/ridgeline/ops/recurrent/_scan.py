@@ -11,8 +11,11 @@ A gate per channel weighs the channels of a and b (o, dv), or those of c and out
 No factor exceeds 1. A scalar gate is a matrix of e^(G_i - G_j). For gates per channel a chunk is halved again and
 again: at a level with blocks of n rows, rows of a right block see columns of the left block beside it, with the factors
 e^(decay since the block's edge) and e^(decay until the edge). So the exponents are sums of gates, never differences.
-The gradient of a gate is a suffix sum of q dq - k dk; it starts anew every few chunks from <state, its gradient>, so
-that roundings do not add up over time. With a float32 gate per token a chunk's own pairs are summed apart.
+The gradient of a gate is the sum over the pairs of an earlier row and this row or a later one, (k_j . q_i) and what
+they carry. As the difference of two sums of all pairs its roundings would add up over time, so it is four sums in which
+nothing cancels: pairs within a chunk, on the gate's two sides; earlier chunks' keys with the chunk's q, a suffix sum of
+q dq from the state alone; the chunk's k with later chunks' queries, a prefix sum of k dk from the state's gradient
+alone; and keys before the chunk with queries after it, <state, its gradient>, for which each chunk's state is kept.
 """
 
 from __future__ import annotations
@@ -43,20 +46,19 @@ class States(NamedTuple):
     last: Any  # written at the end, or None
     row: Any
     column: Any
-    marks: Any  # states after every MARK chunks, (sequences * heads, marks, D, N), or None
+    marks: Any  # states before chunks, (sequences * heads, marks, D, N), or packed (heads, marks, D, N), or None
     decays: Any  # sums of the gates in each segment
 
 
 class Gradient(NamedTuple):
-    """For the gradient of the gate: q and q dq, or k and then dg."""
+    """For the gradient of the gate: q, or k, and dg, to which each pass brings its part."""
 
     data: Any  # q or k, with the fields of Rows
     batch: Any
     token: Any
     head: Any
     group: Any
-    sums: Any  # (B, T, heads, columns), float32
-    into: Any  # dg, float32, with the steps of sums
+    sums: Any  # dg, (B, T, heads, columns), float32; one column a slice for a gate per token
     sums_batch: Any
     sums_token: Any
     sums_head: Any
@@ -69,7 +71,7 @@ class Sequences(NamedTuple):
     heads: Any
     segment: Any  # tokens of a segment
     segments: Any
-    marks: Any  # per sequence
+    marks: Any  # of a head, per sequence or in all packed ones
 
 
 class Form(NamedTuple):
@@ -85,7 +87,6 @@ class Form(NamedTuple):
     INSIDE: bool  # whether the channels of a gate are those of a and b
     REVERSE: bool
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
-    MARK: int  # chunks between marks
     SINGLE: bool  # float32 data
     PRECISION: str
     GRADIENT: bool  # whether the gate has one
@@ -129,8 +130,8 @@ def half_sums(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
 @triton.jit
 def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     """The part of a chunk's rows that comes from the chunk itself, with at most a gate per token, and each row's decay
-    since the chunk began and until it ends. With CROSSING, in float32, also each gate's gradient from the chunk's own
-    pairs: the sum over pairs of an earlier row and this row or a later one."""
+    since the chunk began and until it ends. With CROSSING and time reversed also each gate's gradient from the chunk's
+    own pairs: the sum over pairs of an earlier row and this row or a later one."""
     C: tl.constexpr = form.C
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
@@ -152,15 +153,40 @@ def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
     crossing = tl.zeros([C], tl.float32)
-    if CROSSING and form.SINGLE and form.REVERSE:  # rows are keys and columns queries
+    if CROSSING and form.REVERSE:  # rows are keys and columns queries
         later = tl.cumsum(scores * tl.dot(own, tl.trans(c), input_precision=form.PRECISION), 1, reverse=True)
         crossing = tl.sum(tl.where(i < j, later, 0.0), 0)
     return out, before, after, crossing
 
 
 @triton.jit
-def _by_halves(a, b, c, g, u, form: tl.constexpr):
-    """As `_by_matrix` without the diagonal, for a gate per channel; and the diagonal's weights."""
+def _between(same, x, like, form: tl.constexpr):
+    """Each row's sum of a pass's terms x over the rows `same` on the gate's side: q's rows from this one on (with SHIFT
+    without it), and with time reversed k's rows before it."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    if form.REVERSE:
+        chosen = same & (j < i)
+    elif form.SHIFT:
+        chosen = same & (j > i)
+    else:
+        chosen = same & (j >= i)
+    return sums_of(chosen, x, like, form)
+
+
+@triton.jit
+def sums_of(chosen, x, like, form: tl.constexpr):
+    """The sums of the chosen rows of x, for each row."""
+    if like.dtype == tl.float16:  # x may be beyond its range
+        found = tl.dot(chosen.to(tl.float32), x, input_precision="tf32")
+    else:
+        found = tl.dot(chosen.to(like.dtype), x.to(like.dtype), input_precision=form.PRECISION)
+    return found
+
+
+@triton.jit
+def _by_halves(a, b, c, g, u, own, form: tl.constexpr, CROSSING: tl.constexpr):
+    """As `_by_matrix` without the diagonal, for a gate per channel; and the diagonal's weights. With CROSSING each pass
+    of the two finds its side of the chunk's own pairs."""
     C: tl.constexpr = form.C
     BN: tl.constexpr = form.BN
     LEVELS: tl.constexpr = form.LEVELS
@@ -170,6 +196,7 @@ def _by_halves(a, b, c, g, u, form: tl.constexpr):
     before = tl.zeros([C, W], tl.float32) if form.SHIFT else g
     after = tl.zeros([C, W], tl.float32)
     products = a.to(tl.float32) * b.to(tl.float32)
+    crossing = tl.zeros([C, W], tl.float32)
     if form.INSIDE:
         diagonal = tl.sum(products if u is None else products * u[None, :], 1)
         scores = tl.zeros([C, C], tl.float32)
@@ -189,14 +216,17 @@ def _by_halves(a, b, c, g, u, form: tl.constexpr):
             scores += tl.where(beside, tl.dot(left, tl.trans(right), input_precision=form.PRECISION), 0.0)
         else:
             some = tl.where(beside, scores, 0.0).to(c.dtype)
-            out += late * tl.dot(some, (c * soon).to(c.dtype), input_precision=form.PRECISION)
+            found = late * tl.dot(some, (c * soon).to(c.dtype), input_precision=form.PRECISION)
+            out += found
+            if CROSSING:
+                crossing += _between((i >> level) == (j >> level), own.to(tl.float32) * found, own, form)
         left, right = half_sums(g, level, C, W)
         second = ((row >> level) & 1)[:, None] == 1
         before += tl.where(second, left, 0.0)
         after += tl.where(second, 0.0, right)
     if form.INSIDE:
         out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
-    return out, diagonal, before, after, 0.0
+    return out, diagonal, before, after, crossing
 
 
 @triton.jit
@@ -228,41 +258,37 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
 
 
 @triton.jit
-def _gate_sums(
-    gradient, places, rows, columns, part, here, mine, crossing, scale, state, edge, carry, form: tl.constexpr
-):  # fmt: skip
-    """Forward: writes q dq. Reversed: reads them and writes the gate's gradient. Returns what later chunks add.
+def _meet(mark, state, g, inside, form: tl.constexpr):
+    """Forward: keeps the state before a chunk. Reversed: what keys before the chunk bring to its gates' gradients with
+    queries after it, the decayed product of that state and `state`, its gradient after the chunk."""
+    held = tl.zeros_like(tl.sum(g, 0))
+    if form.REVERSE:
+        both = tl.load(mark, mask=inside, other=0.0).to(tl.float32) * state
+        held = decay_of(tl.sum(g, 0), form) * (tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0))
+    else:
+        tl.store(mark, state, mask=inside)
+    return held
 
-    mine: q dq or k dk of this chunk; for a float32 gate per token without the chunk's own pairs, which `crossing` has.
-    marks: the state after this chunk, where it was kept."""
-    place, into, marks = places
+
+@triton.jit
+def _gate_sums(place, rows, columns, part, end, step, own, beyond, crossing, held, form: tl.constexpr):
+    """Brings to a chunk's dg what a pass knows: of its rows `own` what they have with the state alone, `beyond`; of the
+    chunk's own pairs `crossing`; and reversed, of pairs around the chunk, `held`."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    mine = own.to(tl.float32) * beyond
     if form.GATE == 1:
-        spots = rows.to(tl.int64) * gradient.sums_token + part
+        spots = rows.to(tl.int64) * step + part
+        here = rows < end
         mine = tl.sum(mine, 1)
-        kept = rows < here
+        found = tl.sum(tl.where(i < j if form.REVERSE else i >= j, mine[:, None], 0.0), 0) + crossing
     else:
-        spots = rows.to(tl.int64)[:, None] * gradient.sums_token + columns[None, :]
-        kept = (rows < here)[:, None] & (columns < form.N)[None, :]
-    if not form.REVERSE:
-        tl.store(place + spots, mine, mask=kept)
-    else:
-        theirs = tl.load(place + spots, mask=kept, other=0.0)
-        if edge:
-            at = tl.arange(0, form.BD)[:, None] * form.N + columns[None, :]
-            inside = (tl.arange(0, form.BD) < form.D)[:, None] & (columns < form.N)[None, :]
-            both = tl.load(marks + at, mask=inside, other=0.0) * state
-            carry = tl.sum(both, 0) if form.GATE == 2 else tl.sum(tl.sum(both, 0), 0)
-        apart = theirs - mine
-        steps = apart
-        if form.SHIFT:  # a row's own gate follows its read of the state: q dq counts from the next row on
-            later = kept & (rows < here - 1)[:, None] & (tl.arange(0, form.C) < form.C - 1)[:, None]
-            steps = tl.load(place + spots + gradient.sums_token, mask=later, other=0.0) - mine
-        found = tl.cumsum(steps, 0, reverse=True) + (carry[None, :] if form.GATE == 2 else carry)
-        if form.GATE == 1 and form.SINGLE:
-            found += scale * crossing
-        tl.store(into + spots, found, mask=kept)
-        carry += tl.sum(apart, 0)
-    return carry
+        spots = rows.to(tl.int64)[:, None] * step + columns[None, :]
+        here = (rows < end)[:, None] & (columns < form.N)[None, :]
+        found = _between(j >= 0, mine, own, form) + crossing
+    if form.REVERSE:
+        found += tl.load(place + spots, mask=here, other=0.0)
+        found += held if form.GATE == 1 else held[None, :]
+    tl.store(place + spots, found, mask=here)
 
 
 @triton.jit
@@ -347,14 +373,16 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     from_g = from_a
     if form.GATE > 0:
         from_g = find_head(gate, n, h, sequences.ends, start)
-    mine, sums = from_a, start
+    mine, sums, room = from_a, start, start
     if OUT and form.GRADIENT:
         mine = find_head(gradient, n, h, sequences.ends, start)
         sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
         if sequences.ends is None:
             sums += n.to(tl.int64) * gradient.sums_batch
+            room = pair.to(tl.int64) * sequences.marks
+        else:  # each sequence has room for one chunk more than it may need
+            room = h.to(tl.int64) * sequences.marks + start // form.C + n
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
-    carry = tl.zeros([BN], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     decay = tl.zeros([wide], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     of_bonus = tl.zeros([BN], tl.float32)
     begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
@@ -367,24 +395,20 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         g = _gates(gate, from_g, rows, channels, end, form)
         own = tc
         if OUT and form.GRADIENT:
+            mark = states.marks + (room + first // form.C) * (form.D * form.N) + plain
+            held = _meet(mark, state, g, inside, form)
             own = tile_at(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
-            found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, form)
+            found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, own, form, OUT and form.GRADIENT)
         else:
             found, before, after, crossing = _by_matrix(ta, tb, tc, g, own, form, OUT and form.GRADIENT)
         beyond, other = _across(state, ta, tb, tc, g, before, after, up, down, form)
         if OUT:
             found = scale * found + beyond
-            if OUT and form.GRADIENT:
-                terms = own.to(tl.float32) * (beyond if form.GATE == 1 and form.SINGLE else found)
-                index = first // form.C
-                edge = (index % form.MARK == form.MARK - 1) | (first + form.C >= tokens)
-                place = (pair.to(tl.int64) * sequences.marks + index // form.MARK) * (form.D * form.N)
-                if not form.REVERSE and edge:
-                    tl.store(states.marks + place + plain, other, mask=inside)
-                at = gradient.sums + sums, gradient.into + sums, states.marks + place
-                carry = _gate_sums(
-                    gradient, at, rows, columns, part, end, terms, crossing, scale, state, edge, carry, form
+            if form.GRADIENT:
+                _gate_sums(
+                    gradient.sums + sums, rows, columns, part, end, gradient.sums_token, own, beyond, scale * crossing,
+                    held, form,
                 )  # fmt: skip
                 if form.BONUS:
                     of_bonus += scale * tl.sum(own.to(tl.float32) * tc.to(tl.float32) * diagonal[:, None], 0)
