@@ -111,10 +111,19 @@ def words_of(K, RULES: tl.constexpr):
 
 
 @triton.jit
+def powers_of(weight, row, k, K, BK: tl.constexpr, RULES: tl.constexpr):
+    """The codes of mxfp4's scales of these rows, in BK columns from k on."""
+    block = k // RULES.GROUP + tl.arange(0, BK // RULES.GROUP)[None, :]
+    at = weight.scale + row[:, None].to(tl.int64) * (K // RULES.GROUP) + block
+    return tl.load(at, mask=block < K // RULES.GROUP, other=0)
+
+
+@triton.jit
 def step(total, weight, at_q, row, rows, k, scale, zero, K, RULES: tl.constexpr):
     """Adds to total the product of a step's codes, from column k on, with a tile of x: (rows of W, rows of x).
 
-    at_q: where the rows' words begin. scale, zero: of these rows, if a row of a step has one scale."""
+    at_q: where the rows' words begin. scale, zero: of these rows, if a row of a step has one scale; else mxfp4's scales
+    of the step, or None, to be read here."""
     BK: tl.constexpr = rows.shape[1]
     each: tl.constexpr = 2 if RULES.KIND == "int8" else 4  # codes of a word of 16 bits
     word = k // each + tl.arange(0, BK // each)[None, :]
@@ -125,9 +134,9 @@ def step(total, weight, at_q, row, rows, k, scale, zero, K, RULES: tl.constexpr)
     if RULES.KIND != "int8" and BK <= RULES.GROUP:
         total += dot4(raw, rows, zero, RULES) * scale[:, None]
     elif RULES.KIND == "mxfp4":
-        block = k // RULES.GROUP + tl.arange(0, BK // RULES.GROUP)[None, :]
-        at_scale = weight.scale + row[:, None].to(tl.int64) * (K // RULES.GROUP) + block
-        total += dot_scaled(raw, rows, tl.load(at_scale, mask=block < K // RULES.GROUP, other=0), RULES)
+        if scale is None:
+            scale = powers_of(weight, row, k, K, BK, RULES)
+        total += dot_scaled(raw, rows, scale, RULES)
     else:
         total = dot8(raw, rows, total, RULES)
     return total

@@ -19,7 +19,19 @@ from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.op import RidgelineError
 from ridgeline.ops.experts._gated import Halves, halves_of, unit
 from ridgeline.ops.experts._products import Maybe, Rows, Sizes, find, last_tiles, power, source
-from ridgeline.tiles.few_bits import Rules, Weight, group_of, kind_of, plain, scales_of, step, step_of, unpack, words_of
+from ridgeline.tiles.few_bits import (
+    Rules,
+    Weight,
+    group_of,
+    kind_of,
+    plain,
+    powers_of,
+    scales_of,
+    step,
+    step_of,
+    unpack,
+    words_of,
+)
 
 MANY = 64  # rows of an expert from which weights in full and a plain product are quicker
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -41,6 +53,17 @@ class Codes(NamedTuple):
         """All experts' rows below each other, as one weight."""
         flat = [None if t is None else t.reshape(-1, t.shape[2] if t.dim() == 3 else 1) for t in self]
         return Weight(*flat)
+
+
+@triton.jit
+def _ahead(weight, row, k, K, BK: tl.constexpr, RULES: tl.constexpr):
+    """What `step` needs of scales and zeros for the columns from k on; past the last one any."""
+    if BK <= RULES.GROUP:
+        scale, zero = scales_of(weight, row, k, K, K, RULES)
+    else:
+        scale = powers_of(weight, row, k, K, BK, RULES)
+        zero = scale
+    return scale, zero
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -65,7 +88,6 @@ def _fwd(
     across = tl.cdiv(N, BN)
     last = last_tiles(ends, G, T, BM, POW)
     tiles = tl.max(last, 0) * across
-    SHARED: tl.constexpr = RULES.KIND != "int8" and BK <= RULES.GROUP  # a row of a step has one scale
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         g, first, end, column = find(last, ends, t, across, sizes, BM, BN, 8)
         r, n = first + tl.arange(0, BM), column + tl.arange(0, BN)
@@ -81,22 +103,29 @@ def _fwd(
         depth = tl.where(g < G, K, 0)
         total = tl.zeros((BN, BM), tl.float32)
         other = total
+        if RULES.KIND != "int8":
+            scale, zero = _ahead(weight, row, 0, K, BK, RULES)
+            if halves is not None:
+                other_scale, other_zero = _ahead(weight, other_row, 0, K, BK, RULES)
         for start in range(0, depth, BK):
             k = start + tl.arange(0, BK)[None, :]
             if RULES.EVEN:
                 rows = tl.load(at_x + k)
             else:
                 rows = tl.load(at_x + k, mask=k < K, other=0.0)
-            if SHARED:
-                scale, zero = scales_of(weight, row, start, K, K, RULES)
-                total = step(total, weight, at_q, row, rows, start, scale, zero, K, RULES)
-                if halves is not None:
-                    scale, zero = scales_of(weight, other_row, start, K, K, RULES)
-                    other = step(other, weight, other_q, other_row, rows, start, scale, zero, K, RULES)
-            else:
+            if RULES.KIND == "int8":
                 total = step(total, weight, at_q, row, rows, start, None, None, K, RULES)
-                if halves is not None:
+            else:  # the next step's scales are in flight during the product
+                next_scale, next_zero = _ahead(weight, row, start + BK, K, BK, RULES)
+                total = step(total, weight, at_q, row, rows, start, scale, zero, K, RULES)
+                scale, zero = next_scale, next_zero
+            if halves is not None:
+                if RULES.KIND == "int8":
                     other = step(other, weight, other_q, other_row, rows, start, None, None, K, RULES)
+                else:
+                    next_scale, next_zero = _ahead(weight, other_row, start + BK, K, BK, RULES)
+                    other = step(other, weight, other_q, other_row, rows, start, other_scale, other_zero, K, RULES)
+                    other_scale, other_zero = next_scale, next_zero
         here = (n < N) & (g < G)
         if RULES.KIND == "int8":
             total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
