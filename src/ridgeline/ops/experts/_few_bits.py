@@ -155,7 +155,7 @@ def product(
     weight = codes.flat
     kind, group = kind_of(weight.q, weight.scale), group_of(weight.q, weight.scale)
     whole = kind == "int8" or (kind == "mxfp4" and y.dtype != torch.float16)  # float16 cannot hold the scales
-    deep = 128 if whole else step_of(group)
+    deep = (128 if kind == "mxfp4" or K % 16 == 0 else 64) if whole else step_of(group)
     native = gpu.backend == "cuda" and gpu.capability >= 80 and not INTERPRETED
     rules = Rules(kind, native, K % deep == 0, "ieee", False, group)
 
@@ -175,7 +175,8 @@ def tile(gpu: device.Device, dtype: torch.dtype, T: int, G: int, row_bytes: int,
 
     row_bytes: of a row of W, in a step."""
     average = T / max(1, min(G, T))
-    rows = 16 if average <= 8 else 32 if average <= 20 or dtype == torch.float32 else 64
+    wide = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10) and dtype != torch.float32  # W is an operand there
+    rows = 16 if average <= 8 else 32 if average <= 20 or not wide else 64
     columns, threads = (64, 128) if rows < 64 else (128, 256)
     held = columns * row_bytes + rows * deep * dtype.itemsize
     stages = max(2, min(4, (gpu.shared_memory - 8192) // held)) if gpu.backend == "cuda" else 2
