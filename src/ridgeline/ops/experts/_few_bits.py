@@ -155,7 +155,8 @@ def product(
     weight = codes.flat
     kind, group = kind_of(weight.q, weight.scale), group_of(weight.q, weight.scale)
     whole = kind == "int8" or (kind == "mxfp4" and y.dtype != torch.float16)  # float16 cannot hold the scales
-    deep = (128 if kind == "mxfp4" or K % 16 == 0 else 64) if whole else step_of(group)
+    short = kind == "int8" and K % 16 > 0 and not 90 <= gpu.capability < 120  # many registers for odd rows
+    deep = (64 if short else 128) if whole else step_of(group)
     native = gpu.backend == "cuda" and gpu.capability >= 80 and not INTERPRETED
     rules = Rules(kind, native, K % deep == 0, "ieee", False, group)
 
@@ -175,7 +176,7 @@ def tile(gpu: device.Device, dtype: torch.dtype, T: int, G: int, row_bytes: int,
 
     row_bytes: of a row of W, in a step."""
     average = T / max(1, min(G, T))
-    wide = gpu.backend == "cuda" and gpu.capability // 10 in (9, 10) and dtype != torch.float32  # W is an operand there
+    wide = gpu.backend == "cuda" and 90 <= gpu.capability < 100 and dtype != torch.float32  # has wgmma
     rows = 16 if average <= 8 else 32 if average <= 20 or not wide else 64
     columns, threads = (64, 128) if rows < 64 else (128, 256)
     held = columns * row_bytes + rows * deep * dtype.itemsize

@@ -28,7 +28,6 @@ from ridgeline.select import eager, run
 from ridgeline.tiles.few_bits import words
 
 _T = torch.Tensor
-Pair = tuple[torch.Tensor, torch.Tensor]
 _Maybe = torch.Tensor | None
 _GIVEN = (
     "Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias"
@@ -138,8 +137,8 @@ def reference(
 def moe(
     x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *,
     gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, activation: str = "silu",
-    limit: float | None = None, interleaved: bool = False, scales: Pair | None = None,
-    zeros: Pair | None = None, impl: str | None = None,
+    limit: float | None = None, interleaved: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    zeros: tuple[torch.Tensor, torch.Tensor] | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Returns for each token the weighted sum of its experts, (..., H). Gradients flow to all floating-point tensors.
 
