@@ -840,8 +840,8 @@ class QuantizedMoE(MoE):
                 found.append(ridgeline.quantize_int4(w, group=group))
             else:
                 found.append((*formats.pack_mxfp4(w), None))
-        q, scale, zero = (None if parts[0] is None else torch.stack(parts) for parts in zip(*found, strict=True))
-        return q, scale, zero  # type: ignore[return-value]
+        stacked: Any = [None if p[0] is None else torch.stack(p) for p in zip(*found, strict=True)]
+        return stacked[0], stacked[1], stacked[2]
 
     @classmethod
     def of(cls, moe: MoE, kind: str = "int4", *, group: int | None = None) -> QuantizedMoE:

@@ -197,7 +197,7 @@ def in_full(room: torch.Tensor, codes: Codes) -> torch.Tensor:
     E, N, _ = codes.q.shape
     K, weight = codes.columns, codes.flat
     w = room[: E * N * K].view(E, N, K)
-    facts = {"KIND": kind_of(weight.q, weight.scale), "GROUP": group_of(weight.q, weight.scale)}
+    facts: dict[str, Any] = {"KIND": kind_of(weight.q, weight.scale), "GROUP": group_of(weight.q, weight.scale)}
     grid, warps = (triton.cdiv(E * N, 4), triton.cdiv(K, 1024)), 256 // device.of(room).warp
     launch(unpack, grid, w, weight, E * N, K, **facts, BN=4, BK=1024, num_warps=warps)
     return w
