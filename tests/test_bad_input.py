@@ -29,6 +29,17 @@ heads4, keys3 = torch.ones(2, 5, 4, 8), torch.ones(2, 5, 3, 8)
 decays, state4 = -torch.ones(2, 5, 4), torch.ones(2, 4, 8, 8)
 rows5, each3, tops = torch.ones(5, 6), torch.ones(3, 6, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
 gate_up2, down2, chosen = torch.ones(2, 8, 6), torch.ones(2, 6, 4), torch.zeros(4, 1, dtype=torch.int64)
+x32, codes32, down32 = (
+    torch.ones(4, 32),
+    torch.ones(2, 64, 16, dtype=torch.uint8),
+    torch.ones(2, 32, 16, dtype=torch.uint8),
+)
+scales32, codes8, down8 = (
+    (torch.ones(2, 64, 1), torch.ones(2, 32, 1)),
+    torch.ones(2, 64, 32).char(),
+    torch.ones(2, 32, 32).char(),
+)
+bytes32 = tuple(s.byte() for s in scales32)
 share = torch.ones(4, 1)
 photo, kernel3 = torch.ones(2, 6, 5, 5), torch.ones(4, 6, 3, 3)
 line, taps, window = torch.ones(2, 5, 6), torch.ones(6, 4), torch.ones(2, 6, 4)
@@ -113,6 +124,58 @@ BAD: Bad = {
         ["down", "float32", "float16"],
     ),
     "moe: no tensor": (lambda: ridgeline.moe(x, share, [0], gate_up2, down2), ["indices", "list"]),
+    "moe: one tensor of scales": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=scales32[0]),
+        ["scales", "pair", "Tensor"],
+    ),
+    "moe: no tensors as scales": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=(1.0, 2.0)),
+        ["scales", "two tensors", "float"],
+    ),
+    "moe: scales of another shape": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=(scales32[0], scales32[1][:, :5])),
+        ["down's scales", "(2, 32, K / group)", "(2, 5, 1)"],
+    ),
+    "moe: groups that do not divide": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=(torch.ones(2, 64, 3), scales32[1])),
+        ["gate_up's scales", "32", "(2, 64, 3)"],
+    ),
+    "moe: scales of another dtype": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=[s.int() for s in scales32]),
+        ["int4", "mxfp4", "int32"],
+    ),
+    "moe: scales of weights in full": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2, scales=scales32),
+        ["gate_up", "int8", "float32"],
+    ),
+    "moe: codes of two kinds": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=(scales32[0].byte(), scales32[1])),
+        ["one kind", "mxfp4", "int4"],
+    ),
+    "moe: scales of a row for codes of 8 bits": (
+        lambda: ridgeline.moe(x32, share, chosen, codes8, down8, scales=(torch.ones(2, 64, 2), torch.ones(2, 32))),
+        ["gate_up's scales", "(2, 64)", "(2, 64, 2)"],
+    ),
+    "moe: zeros without scales": (
+        lambda: ridgeline.moe(x, share, chosen, gate_up2, down2, zeros=scales32),
+        ["zeros", "scales", "None"],
+    ),
+    "moe: zeros of another dtype": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=scales32, zeros=scales32),
+        ["zeros", "uint8", "float32"],
+    ),
+    "moe: zeros of mxfp4": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32, scales=bytes32, zeros=bytes32),
+        ["zeros", "int4", "mxfp4"],
+    ),
+    "moe: codes without scales": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32),
+        ["gate_up", "float32", "uint8"],
+    ),
+    "moe: codes of other experts": (
+        lambda: ridgeline.moe(x32, share, chosen, codes32, down32[:1], scales=scales32),
+        ["(E, H, I / 2)", "(1, 32, 16)"],
+    ),
     "linear_attention: heads that do not divide": (
         lambda: ridgeline.linear_attention(keys3, keys3, heads4),
         ["multiple", "4", "3"],

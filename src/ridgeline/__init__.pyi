@@ -306,6 +306,8 @@ def moe(
     activation: str = "silu",
     limit: float | None = None,
     interleaved: bool = False,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    zeros: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Returns for each token the weighted sum of its experts, (..., H). Gradients flow to all floating-point tensors.
@@ -316,6 +318,11 @@ def moe(
     any strides, so gpt-oss's (E, H, 2 I) is given as its mT.
     activation: "silu" for silu(gate) up, or "swiglu_oai" for gpt-oss's (up + 1) gate sigmoid(1.702 gate).
     limit: clamps gate to at most limit and up to [-limit, limit] first; None: no limits.
+    scales: gate_up's and down's, for experts of few bits: an expert's codes and scales are those that `int8_linear`,
+    `int4_linear` or `mxfp4_linear` takes, stacked, and the dtypes say which. int8 (E, N, K) with scales (E, N); uint8
+    (E, N, K / 2) with scales (E, N, K / group) in floating point, or mxfp4's (E, N, K / 32) in uint8, as in gpt-oss's
+    files. zeros: int4's, alike and uint8, or None for 8. For inference: nothing then has gradients, and above
+    64 rows an expert, on average, copies of the weights in x's dtype are multiplied.
     An expert's sums are float32 and each of its two results is rounded once; a token's sum is float32, in the order of
     its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index
     that is no expert's gives its token NaN; on a CPU it raises.

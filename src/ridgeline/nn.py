@@ -741,8 +741,7 @@ class MoE(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         logits = ridgeline.linear(rows.to(self.router.dtype), self.router)
         weights, indices, counts = ridgeline.topk_gate(logits, self.k, bias=self.bias, **self.gate)
-        moe = self.spread_moe or ridgeline.moe
-        y = moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit)
+        y = self.chosen(rows, weights, indices)
         self.auxiliary_loss = None
         if self.training:
             self.counts += counts
@@ -751,6 +750,11 @@ class MoE(nn.Module):
         if self.shared_gate_up is not None and self.shared_down is not None:
             y = y + gated_mlp(rows, self.shared_gate_up, None, self.shared_down)
         return y.view(x.shape)
+
+    def chosen(self, rows: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Returns the weighted sum of each row's experts."""
+        moe = self.spread_moe or ridgeline.moe
+        return moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit)
 
     def _imbalance(self, logits: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         wide = logits.float()
@@ -770,3 +774,97 @@ class MoE(nn.Module):
             wide = self.counts.float()
             self.bias += self.balance * (wide.mean() - wide).sign()
         self.counts.zero_()
+
+
+class QuantizedMoE(MoE):
+    """`MoE` with experts of few bits, by `ridgeline.moe` with scales, for inference: it has no gradients.
+
+    kind: "int8" (a scale a row), "int4" (scales and zeros by groups of columns) or "mxfp4". group: int4's; None: the
+    largest of 128, 64 and 32 that divides a weight's columns. The other arguments are MoE's.
+    `QuantizedMoE.of(moe, "int4")` quantises a layer's experts, and shares its router and shared experts.
+    state_dict: gate_up_proj and down_proj hold codes, gate_up_scale and down_scale scales, gate_up_zero and down_zero
+    int4's zeros, each an expert's tensors stacked as `quantize_int8`, `quantize_int4` or `formats.pack_mxfp4` makes
+    them; the rest is MoE's.
+    """
+
+    gate_up_scale: torch.Tensor
+    down_scale: torch.Tensor
+    gate_up_zero: torch.Tensor | None
+    down_zero: torch.Tensor | None
+
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, k: int, *, kind: str = "int4", group: int | None = None,
+        device: Any = None, dtype: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(hidden, intermediate, experts, k, device="meta", dtype=dtype, **options)
+        self.kind, self.hidden = kind, hidden
+        where = torch.get_default_device() if device is None else device
+        for name, N, K in (("gate_up", 2 * intermediate, hidden), ("down", hidden, intermediate)):
+            delattr(self, f"{name}_proj")
+            own = self.group_of(kind, group, K)
+            codes = (K, torch.int8) if kind == "int8" else (K // 2, torch.uint8)
+            scales = (experts, N) if kind == "int8" else (experts, N, K // own)
+            self.register_buffer(f"{name}_proj", torch.empty(experts, N, codes[0], dtype=codes[1], device="meta"))
+            wide = torch.uint8 if kind == "mxfp4" else torch.float32
+            self.register_buffer(f"{name}_scale", torch.empty(scales, dtype=wide, device="meta"))
+            zeros = torch.empty(scales, dtype=torch.uint8, device="meta") if kind == "int4" else None
+            self.register_buffer(f"{name}_zero", zeros)
+        self.to_empty(device=where)
+        self.reset_parameters()
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    @staticmethod
+    def group_of(kind: str, group: int | None, K: int) -> int:
+        """Returns the columns that share a scale. Raises RidgelineError for a kind or group that is none."""
+        if kind not in ("int8", "int4", "mxfp4"):
+            raise RidgelineError(f"QuantizedMoE: kind must be 'int8', 'int4' or 'mxfp4', got {kind!r}")
+        if kind == "int8":
+            return K
+        tried = (32,) if kind == "mxfp4" else (group,) if group else (128, 64, 32)
+        fitting = [g for g in tried if K % g == 0]
+        if not fitting or K % 2:
+            wanted = f"group={group!r}" if group and kind == "int4" else "no group of 128, 64 or 32"
+            raise RidgelineError(f"QuantizedMoE: {wanted} divides {K} columns of {kind} codes")
+        return fitting[0]
+
+    @staticmethod
+    def codes(weight: torch.Tensor, kind: str, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the codes, scales and zeros of experts (E, N, K), made one expert after the other."""
+        found: list[tuple[Any, ...]] = []
+        for w in weight.detach():
+            if kind == "int8":
+                q, scale = ridgeline.quantize_int8(w, granularity="row")[:2]
+                found.append((q, scale.reshape(-1), None))
+            elif kind == "int4":
+                found.append(ridgeline.quantize_int4(w, group=group))
+            else:
+                found.append((*formats.pack_mxfp4(w), None))
+        stacked: Any = [None if p[0] is None else torch.stack(p) for p in zip(*found, strict=True)]
+        return stacked[0], stacked[1], stacked[2]
+
+    @classmethod
+    def of(cls, moe: MoE, kind: str = "int4", *, group: int | None = None) -> QuantizedMoE:
+        (E, width, H), shared = moe.gate_up_proj.shape, moe.shared_down
+        facts: dict[str, Any] = {"shared": 0 if shared is None else shared.shape[1], "auxiliary": moe.auxiliary}
+        facts |= {"balance": moe.balance, "router_dtype": moe.router.dtype, "dtype": moe.down_proj.dtype}
+        made = cls(H, width // 2, E, moe.k, kind=kind, group=group, device="meta", **moe.gate, **moe.unit, **facts)
+        made.router, made.shared_gate_up, made.shared_down = moe.router, moe.shared_gate_up, moe.shared_down
+        made.bias, made.counts = None if moe.bias is None else moe.bias.clone(), moe.counts.clone()
+        for name, weight in (("gate_up", moe.gate_up_proj), ("down", moe.down_proj)):
+            coded = cls.codes(weight, kind, cls.group_of(kind, group, weight.shape[2]))
+            for part, tensor in zip(("proj", "scale", "zero"), coded, strict=True):
+                setattr(made, f"{name}_{part}", tensor)
+        return made.train(moe.training)
+
+    def extra_repr(self) -> str:
+        E, N, _ = self.gate_up_proj.shape
+        sizes = f"hidden={self.hidden}, intermediate={N // 2}, experts={E}, k={self.k}"
+        return f"{sizes}, score={self.gate['score']!r}, kind={self.kind!r}"
+
+    def chosen(self, rows: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        if self.spread_moe is not None:
+            raise RidgelineError("QuantizedMoE: experts of few bits are not spread over ranks")
+        few: dict[str, Any] = {"scales": (self.gate_up_scale, self.down_scale)}
+        few["zeros"] = None if self.gate_up_zero is None else (self.gate_up_zero, self.down_zero)
+        return ridgeline.moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit, **few)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import RidgelineError, readable
+from ridgeline.ops.experts import _few_bits
 from ridgeline.ops.experts._arguments import alike, check_main_grad, tensors
 
 WHOLE = (torch.int32, torch.int64)
@@ -70,18 +71,24 @@ def _gate_fault(logits: Any, k: Any, score: Any, bias: Any, groups: Any, top_gro
 
 def moe(
     x: Any, weights: Any, indices: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, activation: Any,
-    limit: Any
+    limit: Any, scales: Any, zeros: Any
 ) -> None:  # fmt: skip
     biases = {n: t for n, t in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if t is not None}
     tensors("moe", x=x, weights=weights, indices=indices, gate_up=gate_up, down=down, **biases)
-    alike("moe", x=x, gate_up=gate_up, down=down, **biases)
-    if gate_up.dim() != 3 or down.dim() != 3 or x.shape[-1:] != gate_up.shape[2:] or 0 in gate_up.shape:
+    alike("moe", x=x, **({"gate_up": gate_up, "down": down} if scales is None else {}), **biases)
+    each = 2 if scales is not None and gate_up.dtype == torch.uint8 else 1  # codes of an element
+    sizes = ("(E, 2 I, H)", "(E, H, I)") if each == 1 else ("(E, 2 I, H / 2)", "(E, H, I / 2)")
+    if gate_up.dim() != 3 or down.dim() != 3 or x.shape[-1] != each * gate_up.shape[2] or 0 in gate_up.shape:
         shapes = f"{tuple(x.shape)}, {tuple(gate_up.shape)} and {tuple(down.shape)}"
-        raise RidgelineError(f"moe: x must be (..., H), gate_up (E, 2 I, H) and down (E, H, I), got {shapes}")
-    E, width, H = gate_up.shape
-    if width % 2 or down.shape != (E, H, width // 2):
-        wanted = f"gate_up (E, 2 I, H) and down (E, H, I) with H = {H}"
+        raise RidgelineError(f"moe: x must be (..., H), gate_up {sizes[0]} and down {sizes[1]}, got {shapes}")
+    (E, width, _), H = gate_up.shape, x.shape[-1]
+    if width % 2 or down.shape != (E, H, width // 2 // each) or width // 2 % each:
+        wanted = f"gate_up {sizes[0]} and down {sizes[1]} with H = {H}"
         raise RidgelineError(f"moe: weights must be {wanted}, got {tuple(gate_up.shape)} and {tuple(down.shape)}")
+    if scales is not None:
+        _few_bits.check(x, gate_up, down, scales, zeros)
+    elif zeros is not None:
+        raise RidgelineError("moe: zeros come with scales, and scales is None")
     rows = x.shape[:-1]
     if indices.dtype not in WHOLE or indices.shape[:-1] != rows or indices.dim() != x.dim() or not indices.shape[-1]:
         found = f"{indices.dtype} {tuple(indices.shape)}"

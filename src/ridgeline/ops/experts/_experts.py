@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ridgeline.ops.experts import _gated, _products, _route, _weight_grads
+from ridgeline.ops.experts import _few_bits, _gated, _products, _route, _weight_grads
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
@@ -13,14 +13,24 @@ _Maybe = torch.Tensor | None
 def fwd(
     y: _T, z: _T, order: _T, place: _T, ends: _T, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T,
     gate_up_bias: _Maybe, down_bias: _Maybe, activation: str, limit: float | None, interleaved: bool, how: str,
+    *few: _Maybe,
 ) -> None:  # fmt: skip
-    n, k, (E, width, H) = indices.numel(), indices.shape[1], gate_up.shape
+    """few: the scales and zeros of gate_up and down, if these are codes."""
+    n, k, (E, width, _), H = indices.numel(), indices.shape[1], gate_up.shape, x.shape[1]
     pairs = _route.Pairs(indices, order, place, ends)
     _route.route(pairs, torch.empty((_route.SPANS, _products.power(E)), dtype=torch.int32, device=x.device))
     h, rows = x.new_empty((n, width // 2)), x.new_empty((n, H))
-    tokens, oai = _products.rows_of(x, order, k), activation == "swiglu_oai"
-    _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, oai, limit, interleaved, how)
-    _products.product(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
+    tokens, unit = _products.rows_of(x, order, k), (activation == "swiglu_oai", limit, interleaved)
+    codes = _few_bits.codes_of(gate_up, down, few[:2], few[2:]) if few else None
+    if codes is not None and not _few_bits.many(n, E):
+        _few_bits.gated(h, tokens, codes[0], ends, gate_up_bias, *unit)
+        _few_bits.product(rows, _products.rows_of(h), codes[1], ends, down_bias)
+    else:
+        room = x.new_empty(E * width * H if codes else 0)  # for one matrix after the other
+        gate_up = _few_bits.in_full(room, codes[0]) if codes else gate_up
+        _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, *unit, how)
+        down = _few_bits.in_full(room, codes[1]) if codes else down
+        _products.product(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
     _route.combine(y, rows, weights, pairs, k)
 
 

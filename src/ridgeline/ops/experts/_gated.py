@@ -48,7 +48,7 @@ class Written(NamedTuple):
 
 
 @triton.jit
-def _unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
+def unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
     """act(gate) * up with limits, and its derivatives by gate and by up."""
     g, u = gate, up
     if limit is not None:  # by comparisons that are false for a NaN, which stays
@@ -136,7 +136,7 @@ def _fwd(
             at_z = out.z + r[:, None] * (2 * N) + mine[None, :]
             tl.store(at_z, gate.to(out.z.dtype.element_ty), mask=inside)
             tl.store(at_z + halves.up, up.to(out.z.dtype.element_ty), mask=inside)
-        h, _, _ = _unit(gate, up, limit, OPTIONS[3], out.h.dtype.element_ty)
+        h, _, _ = unit(gate, up, limit, OPTIONS[3], out.h.dtype.element_ty)
         tl.store(out.h + r[:, None] * N + n[None, :], h.to(out.h.dtype.element_ty), mask=inside)
 
 
@@ -161,7 +161,7 @@ def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constex
         gate = tl.load(z + at_z, mask=n < N, other=0.0).to(tl.float32)
         up = tl.load(z + at_z + halves.up, mask=n < N, other=0.0).to(tl.float32)
         d = tl.load(dh + r * N + n, mask=n < N, other=0.0).to(tl.float32)
-        h, by_gate, by_up = _unit(gate, up, limit, OAI, z.dtype.element_ty)
+        h, by_gate, by_up = unit(gate, up, limit, OAI, z.dtype.element_ty)
         sums += d * h
         dtype = out.dz.dtype.element_ty
         tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
@@ -170,7 +170,7 @@ def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constex
     tl.store(out.sums + r, tl.sum(sums, 0))
 
 
-def _halves(I: int, interleaved: bool) -> Halves:
+def halves_of(I: int, interleaved: bool) -> Halves:
     return Halves(2, 1) if interleaved else Halves(1, I)
 
 
@@ -192,7 +192,7 @@ def gated(
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
         return (programs(device.of(h), c, h.element_size(), T, N, G, wide=2),)
 
-    where = x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), _halves(N, interleaved)
+    where = x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), halves_of(N, interleaved)
     launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long))
 
 
@@ -207,5 +207,5 @@ def ungated(
 ) -> None:  # fmt: skip
     n, N = dh.shape
     block = min(1024, triton.next_power_of_2(N))
-    given = Undone(dz, h, sums), dh, z, weights, order, ends[-1:], N, _halves(N, interleaved), limit
+    given = Undone(dz, h, sums), dh, z, weights, order, ends[-1:], N, halves_of(N, interleaved), limit
     launch(_bwd, (n,), *given, OAI=oai, BLOCK=block, num_warps=max(1, min(4, block // 256)))

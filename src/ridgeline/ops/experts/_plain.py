@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ridgeline.ops.experts import _few_bits
 from ridgeline.ops.experts._arguments import Into, values
 
 _T = torch.Tensor
@@ -62,9 +63,12 @@ def unit(z: _T, activation: str, limit: float | None, interleaved: bool) -> _T:
 
 def sorted_pairs(
     product: Callable[..., _T], x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, *, gate_up_bias: _Maybe = None,
-    down_bias: _Maybe = None, activation: str = "silu", limit: float | None = None, interleaved: bool = False
+    down_bias: _Maybe = None, activation: str = "silu", limit: float | None = None, interleaved: bool = False,
+    scales: Any = None, zeros: Any = None
 ) -> _T:  # fmt: skip
-    """Pairs sorted by expert, two grouped products and a gather."""
+    """Pairs sorted by expert, two grouped products and a gather. Codes become weights in x's dtype first."""
+    if scales is not None:
+        gate_up, down = _few_bits.dense(x.dtype, *_few_bits.codes_of(gate_up, down, scales, zeros))
     (T, k), E = indices.shape, gate_up.shape[0]
     known = (indices >= 0) & (indices < E)
     expert = torch.where(known, indices, E).flatten()

@@ -19,11 +19,13 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, Spec, nbytes
-from ridgeline.ops.experts import _checks, _experts, _plain
+from ridgeline.op import Cost, Op, RidgelineError, nbytes
+from ridgeline.ops.experts import _checks, _experts, _few_bits, _plain
 from ridgeline.ops.experts._arguments import cast, precision
+from ridgeline.ops.experts._cases import CASES
 from ridgeline.ops.experts.grouped_matmul import grouped_matmul
 from ridgeline.select import eager, run
+from ridgeline.tiles.few_bits import words
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
@@ -70,6 +72,21 @@ def _bwd_op(
     return made
 
 
+@kernel_op(
+    "moe_few_bits(Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
+    "Tensor? down_bias, Tensor gate_up_scale, Tensor down_scale, Tensor? gate_up_zero, Tensor? down_zero, "
+    f"{_OPTIONS}, str precision, str? impl) -> Tensor"
+)
+def _few_op(x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, *rest: Any) -> _T:
+    gate_up_bias, down_bias, s, t, p, q, *options, impl = rest
+    n, E = indices.numel(), gate_up.shape[0]
+    order, place, ends = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (n, n, E))
+    y, codes = x.new_empty(x.shape), (words(gate_up), words(down))
+    given = x, weights, indices, *codes, gate_up_bias, down_bias, *options, s, t, p, q
+    run(MOE, "fwd", impl, (y, x.new_empty(0), order, place, ends), *given)
+    return y
+
+
 class _Function(Function):
     @staticmethod
     def forward(
@@ -94,10 +111,15 @@ class _Function(Function):
 
 def reference(
     x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, *, gate_up_bias: _Maybe = None, down_bias: _Maybe = None,
-    activation: str = "silu", limit: float | None = None, interleaved: bool = False
+    activation: str = "silu", limit: float | None = None, interleaved: bool = False, scales: Any = None,
+    zeros: Any = None
 ) -> _T:  # fmt: skip
     """Every expert of every token, times the weight with which the token chose it, which is mostly 0."""
-    E = gate_up.shape[0]
+    given, E = x.dtype, gate_up.shape[0]
+    if scales is not None:
+        wide = torch.promote_types(given, torch.float32)
+        gate_up, down = _few_bits.dense(wide, *_few_bits.codes_of(gate_up, down, scales, zeros))
+        x, gate_up_bias, down_bias = (t if t is None else t.to(wide) for t in (x, gate_up_bias, down_bias))
     weights = weights.to(torch.promote_types(x.dtype, weights.dtype))
     known = ((indices >= 0) & (indices < E)).all(-1, keepdim=True)
     y = torch.zeros_like(x, dtype=weights.dtype)
@@ -109,13 +131,14 @@ def reference(
             _plain.unit(z, activation, limit, interleaved), down[e], None if down_bias is None else down_bias[e]
         )
         y = y + share * out
-    return torch.where(known, y, math.nan).to(x.dtype)
+    return torch.where(known, y, math.nan).to(given)
 
 
 def moe(
     x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *,
     gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None, activation: str = "silu",
-    limit: float | None = None, interleaved: bool = False, impl: str | None = None,
+    limit: float | None = None, interleaved: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    zeros: tuple[torch.Tensor, torch.Tensor] | None = None, impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Returns for each token the weighted sum of its experts, (..., H). Gradients flow to all floating-point tensors.
 
@@ -125,6 +148,11 @@ def moe(
     any strides, so gpt-oss's (E, H, 2 I) is given as its mT.
     activation: "silu" for silu(gate) up, or "swiglu_oai" for gpt-oss's (up + 1) gate sigmoid(1.702 gate).
     limit: clamps gate to at most limit and up to [-limit, limit] first; None: no limits.
+    scales: gate_up's and down's, for experts of few bits: an expert's codes and scales are those that `int8_linear`,
+    `int4_linear` or `mxfp4_linear` takes, stacked, and the dtypes say which. int8 (E, N, K) with scales (E, N); uint8
+    (E, N, K / 2) with scales (E, N, K / group) in floating point, or mxfp4's (E, N, K / 32) in uint8, as in gpt-oss's
+    files. zeros: int4's, alike and uint8, or None for 8. For inference: nothing then has gradients, and above
+    64 rows an expert, on average, copies of the weights in x's dtype are multiplied.
     An expert's sums are float32 and each of its two results is rounded once; a token's sum is float32, in the order of
     its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index
     that is no expert's gives its token NaN; on a CPU it raises.
@@ -132,9 +160,12 @@ def moe(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, gate_up, down, gate_up_bias, down_bias = cast(x, gate_up, down, gate_up_bias, down_bias)
-    _checks.moe(x, weights, indices, gate_up, down, gate_up_bias, down_bias, activation, limit)
+    _checks.moe(x, weights, indices, gate_up, down, gate_up_bias, down_bias, activation, limit, scales, zeros)
     shape = x.shape
     x, weights, indices = (t.reshape(-1, t.shape[-1]) for t in (x, weights, indices))
+    if scales is not None:
+        given = gate_up, down, gate_up_bias, down_bias, scales, zeros, activation, limit, bool(interleaved)
+        return _few(x, weights, indices, *given, impl).view(shape)
     plain = eager(MOE, impl, x, gate_up, down, gate_up_bias, down_bias)
     if plain is not None and plain.call is not None:
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
@@ -147,14 +178,40 @@ def moe(
     return differentiate(_Function, *floats, indices.contiguous(), *options, keep, impl).view(shape)
 
 
+def _few(
+    x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, gate_up_bias: _Maybe, down_bias: _Maybe, scales: Any,
+    zeros: Any, activation: str, limit: float | None, interleaved: bool, impl: str | None
+) -> _T:  # fmt: skip
+    """`moe` with experts of few bits, for x (T, H). Raises RidgelineError if gradients are wanted."""
+    biases = gate_up_bias, down_bias
+    given = [x, weights, *[b for b in biases if b is not None], *scales]
+    if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
+        raise RidgelineError("moe: experts of few bits have no gradients; call it under torch.no_grad()")
+    plain, reason = eager(MOE, impl, x, *biases), _few_bits.unfit(*_few_bits.codes_of(gate_up, down, scales, zeros))
+    if plain is None and reason is not None:
+        if impl is not None:
+            raise RidgelineError(f"moe: impl={impl!r} cannot run this call: {reason}")
+        plain = MOE.implementations["torch"]
+    if plain is not None and plain.call is not None:
+        options: dict[str, Any] = {"activation": activation, "limit": limit, "interleaved": interleaved}
+        options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "scales": scales, "zeros": zeros}
+        return plain.call(x, weights, indices, gate_up, down, **options)
+    whole = [t.contiguous() for t in (x, weights, indices, gate_up, down)]
+    others = [None if t is None else t.contiguous() for t in (*biases, *scales, *(zeros or (None, None)))]
+    return _few_op(*whole, *others, activation, None if limit is None else float(limit), interleaved, precision(), impl)
+
+
 def cost(
     x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, *, gate_up_bias: _Maybe = None, down_bias: _Maybe = None,
-    **_: Any
-) -> tuple[Cost, Cost]:  # fmt: skip
+    scales: Any = None, zeros: Any = None, **_: Any
+) -> tuple[Cost, Cost | None]:  # fmt: skip
     """As if the pairs reached as many experts as they can. Backward counts z, which forward writes for it."""
     n, E = indices.numel(), gate_up.shape[0]
-    experts = nbytes(gate_up, down, *[b for b in (gate_up_bias, down_bias) if b is not None]) * min(E, n) // max(E, 1)
-    given, flops = nbytes(x, weights, indices), 6 * n * down[0].numel() if E else 0
+    held = [gate_up, down, *(scales or ()), *(zeros or ()), *[b for b in (gate_up_bias, down_bias) if b is not None]]
+    experts = nbytes(*held) * min(E, n) // max(E, 1)
+    given, flops = nbytes(x, weights, indices), 3 * n * x.shape[-1] * gate_up.shape[1]
+    if scales is not None:
+        return Cost(given + experts, nbytes(x), flops), None
     z = n * gate_up.shape[1] * x.element_size()
     read = 2 * nbytes(x) + nbytes(weights, indices) + experts + 2 * z
     return Cost(given + experts, nbytes(x), flops), Cost(
@@ -162,35 +219,14 @@ def cost(
     )  # fmt: skip
 
 
-def _case(T: int, E: int, k: int, H: int, I: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
-    options_named = [str(v) if n == "activation" else n for n, v in options.items()]
-    name = [f"{T} tokens, {k} of {E} experts, {H} -> {I}", *options_named]
-    tensors = (
-        Spec(T, H),
-        Spec(T, k, dtype="float32"),
-        Spec(T, k, dtype="int64", high=E),
-        Spec(E, 2 * I, H),
-        Spec(E, H, I),
-    )
-    options |= {"gate_up_bias": Spec(E, 2 * I), "down_bias": Spec(E, H)} if bias else {}
-    dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
-    return Case(", ".join([*name, *["biases"] * bias]), tensors, options, dtypes=dtypes, use=use)
-
-
-QWEN3, MIXTRAL = (128, 8, 2048, 768), (8, 2, 4096, 14336)
 MOE = Op(
     moe,
     reference=reference,
     cost=cost,
-    cases=[
-        _case(21, 5, 2, 24, 19),
-        _case(6, 4, 3, 33, 16, bias=True, activation="swiglu_oai", limit=1.5, interleaved=True),
-        _case(40, 3, 1, 16, 8, bias=True),
-        _case(3, 9, 2, 17, 13, interleaved=True, limit=0.5),
-        _case(128, 8, 2, 128, 64, "quick"),
-        *(_case(T, *QWEN3, "bench") for T in (1, 64, 1024, 8192)),
-        *(_case(T, *MIXTRAL, "bench") for T in (1, 64, 8192)),
-    ],
+    flops={
+        "moe_few_bits": lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1]
+    },
+    cases=CASES,
 )
 
 SORTED, GROUPED = (partial(_plain.sorted_pairs, partial(grouped_matmul, impl=impl)) for impl in ("naive", "torch"))

@@ -10,7 +10,7 @@ the parts in order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,10 +24,20 @@ from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import in_autocast, rows_of
 from ridgeline.select import eager, run
-from ridgeline.tiles import float4
-from ridgeline.tiles.float4 import power
+from ridgeline.tiles.few_bits import (
+    Rules,
+    Weight,
+    group_of,
+    kind_of,
+    plain,
+    scales_of,
+    step,
+    step_of,
+    unpack,
+    words,
+    words_of,
+)
 from ridgeline.tiles.float8 import decoded
-from ridgeline.tiles.integers import halves, quarters
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 MANY = 64  # rows of x from which a dequantised copy of the weight and a plain product are quicker
@@ -37,90 +47,6 @@ BENCH = [(m, *shape) for m in (1, 8, 16) for shape in ((14336, 4096), (4096, 143
 BENCH += [(m, 28672, 8192) for m in (32, 64, 256)]
 # The dtypes of a case, by its use.
 DTYPES = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}
-
-
-class Weight(NamedTuple):
-    """q: (N, K / 2) uint8 or (N, K) int8. scale, zero: (N, K / group), or (N,) without groups; zero None is 8 or 0.
-    A scale of uint8 is a power of two, and the codes are mxfp4's."""
-
-    q: Any
-    scale: Any
-    zero: Any
-
-
-class Rules(NamedTuple):
-    """What the compiler knows."""
-
-    KIND: Any  # "int4", "int8" or "mxfp4"
-    PACKED: Any  # the GPU has the instructions of `quarters`
-    EVEN: Any  # steps divide K
-    PRECISION: Any
-    PDL: Any
-    GROUP: Any  # columns that share a scale; a multiple of a step
-
-
-@triton.jit
-def _group(weight, n, k, end, K, RULES: tl.constexpr):
-    """The scales and zeros of rows n in the group of column k; past the end of this part any."""
-    at = n.to(tl.int64) * (K // RULES.GROUP) + k // RULES.GROUP
-    scale = tl.load(weight.scale + at, mask=(n >= 0) & (k < end), other=0)
-    scale = power(scale, tl.float32) if RULES.KIND == "mxfp4" else scale.to(tl.float32)
-    if weight.zero is None:
-        zero = tl.full(n.shape, 8, tl.int32)
-    else:
-        zero = tl.load(weight.zero + at, mask=(n >= 0) & (k < end), other=0).to(tl.int32)
-    return scale, zero
-
-
-@triton.jit
-def _dot4(raw, rows, zero, RULES: tl.constexpr):
-    """A tile of 4-bit codes minus their zeros, four to a word, times a tile of x."""
-    TO: tl.constexpr = tl.float16 if RULES.KIND == "w4a8" else rows.dtype
-    if RULES.KIND == "mxfp4":
-        w = float4.quarters(raw, TO, RULES.PACKED)
-    else:
-        w = quarters(raw, tl.broadcast_to(zero[:, None], raw.shape), TO, RULES.PACKED)
-    if RULES.KIND == "w4a8":  # whole numbers up to 16 are exact in e4m3
-        w = (w[0].to(rows.dtype), w[1].to(rows.dtype), w[2].to(rows.dtype), w[3].to(rows.dtype))
-    return _four(w, rows, RULES)
-
-
-@triton.jit
-def _dot_scaled(raw, rows, scale, RULES: tl.constexpr):
-    """A tile of mxfp4's codes, four to a word, with their blocks' scales (uint8), times a tile of x."""
-    eighths: tl.constexpr = raw.shape[1] // scale.shape[1]  # words of a block
-    by = tl.broadcast_to(power(scale, rows.dtype)[:, :, None], (raw.shape[0], scale.shape[1], eighths))
-    by = tl.reshape(by, raw.shape)
-    w0, w1, w2, w3 = float4.quarters(raw, rows.dtype, RULES.PACKED)
-    return _four((w0 * by, w1 * by, w2 * by, w3 * by), rows, RULES)
-
-
-@triton.jit
-def _four(w, rows, RULES: tl.constexpr):
-    """Four tiles, with every fourth column of the weight each, times a tile of x."""
-    BM: tl.constexpr = rows.shape[0]
-    WORDS: tl.constexpr = w[0].shape[1]
-    if WORDS * rows.dtype.primitive_bitwidth < 256:  # the matrix units take 32 bytes of columns at least
-        whole = tl.reshape(tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3])), (w[0].shape[0], 4 * WORDS))
-        total = tl.dot(whole, tl.trans(rows), input_precision=RULES.PRECISION)
-    else:
-        even, odd = tl.split(tl.reshape(rows, (BM, WORDS, 2, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        total = tl.dot(w[0], tl.trans(x0), input_precision=RULES.PRECISION)
-        total = tl.dot(w[1], tl.trans(x1), total, input_precision=RULES.PRECISION)
-        total = tl.dot(w[2], tl.trans(x2), total, input_precision=RULES.PRECISION)
-        total = tl.dot(w[3], tl.trans(x3), total, input_precision=RULES.PRECISION)
-    return total
-
-
-@triton.jit
-def _dot8(raw, rows, total, RULES: tl.constexpr):
-    """A tile of 8-bit codes, two to a word, times a tile of x, added to the total."""
-    even, odd = tl.split(tl.reshape(rows, (rows.shape[0], raw.shape[1], 2)))
-    low, high = halves(raw, rows.dtype, RULES.PACKED)
-    total = tl.dot(low, tl.trans(even), total, input_precision=RULES.PRECISION)
-    return tl.dot(high, tl.trans(odd), total, input_precision=RULES.PRECISION)
 
 
 @triton.jit
@@ -148,34 +74,25 @@ def _fwd(
     begin = tl.program_id(1) * length
     end = tl.minimum(K, begin + length)
     total = tl.zeros((BN, BM), tl.float32)
-    each: tl.constexpr = 2 if RULES.KIND == "int8" else 4  # codes of a word of 16 bits
     SHARED: tl.constexpr = RULES.KIND != "int8" and BK <= RULES.GROUP  # a row of a step has one scale
-    wide: tl.constexpr = BK // each
     at_x = x.data + m[:, None].to(tl.int64) * x.row_stride
-    at_q = weight.q + row[:, None].to(tl.int64) * (K // each)
+    at_q = weight.q + row[:, None].to(tl.int64) * words_of(K, RULES)
     if SHARED:
-        scale, zero = _group(weight, row, begin, end, K, RULES)
+        scale, zero = scales_of(weight, row, begin, end, K, RULES)
     for start in range(begin, end, BK):
         k = start + tl.arange(0, BK)[None, :]
-        word = start // each + tl.arange(0, wide)[None, :]
         if RULES.EVEN:
-            raw = tl.load(at_q + word).to(tl.uint16, bitcast=True)
             rows = tl.load(at_x + k, mask=m[:, None] < M, other=0.0)
         else:
-            raw = tl.load(at_q + word, mask=word < K // each, other=0).to(tl.uint16, bitcast=True)
             rows = tl.load(at_x + k, mask=(m[:, None] < M) & (k < K), other=0.0)
         if RULES.KIND == "w4a8" and not RULES.PACKED:
             rows = decoded(rows, False).to(tl.float16)
         if SHARED:
-            next_scale, next_zero = _group(weight, row, start + BK, end, K, RULES)  # in flight during the product
-            total += _dot4(raw, rows, zero, RULES) * scale[:, None]
+            next_scale, next_zero = scales_of(weight, row, start + BK, end, K, RULES)  # in flight during the product
+            total = step(total, weight, at_q, row, rows, start, scale, zero, K, RULES)
             scale, zero = next_scale, next_zero
-        elif RULES.KIND == "mxfp4":
-            block = start // RULES.GROUP + tl.arange(0, BK // RULES.GROUP)[None, :]
-            at_scale = weight.scale + row[:, None].to(tl.int64) * (K // RULES.GROUP) + block
-            total += _dot_scaled(raw, rows, tl.load(at_scale, mask=block < K // RULES.GROUP, other=0), RULES)
         else:
-            total = _dot8(raw, rows, total, RULES)
+            total = step(total, weight, at_q, row, rows, start, None, None, K, RULES)
     if RULES.KIND == "int8":
         total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
     if x_scale is not None:
@@ -205,51 +122,6 @@ def _add(
     finish(total, y, epilogue, m, n, M, N, 0, ACTIVATION)
 
 
-@triton.jit
-def _dequantise(w, weight, sizes, KIND: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """w (N, K) = the weight, scaled in float32 and rounded once."""
-    _, N, K = sizes
-    n = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)[:, None]
-    per: tl.constexpr = 1 if KIND == "int8" else 2  # codes in a byte
-    width: tl.constexpr = BK // per
-    byte = tl.program_id(1) * width + tl.arange(0, width)[None, :]
-    inside = (n < N) & (byte < K // per)
-    place = n * (K // GROUP) + byte * per // GROUP
-    scale = tl.load(weight.scale + place, mask=inside, other=0)
-    code = tl.load(weight.q + n * (K // per) + byte, mask=inside, other=0).to(tl.int32)
-    if KIND == "int8":
-        v = code.to(tl.float32) * scale.to(tl.float32)
-    else:
-        if KIND == "mxfp4":
-            by = power(scale, tl.float32)
-            low, high = float4.number(code & 15, tl.float32) * by, float4.number((code >> 4) & 15, tl.float32) * by
-        else:
-            by = scale.to(tl.float32)
-            zero = tl.full((BN, width), 8, tl.int32)
-            if weight.zero is not None:
-                zero = tl.load(weight.zero + place, mask=inside, other=0).to(tl.int32)
-            low, high = ((code & 15) - zero).to(tl.float32) * by, (((code >> 4) & 15) - zero).to(tl.float32) * by
-        v = tl.reshape(tl.join(low, high), (BN, BK))
-    column = tl.program_id(1) * BK + tl.arange(0, BK)[None, :]
-    tl.store(w + n * K + column, v.to(w.dtype.element_ty), mask=(n < N) & (column < K))
-
-
-def kind_of(q: torch.Tensor, scale: torch.Tensor) -> str:
-    """Returns what a weight's codes are, by the dtypes of codes and scales: "int8", "int4" or "mxfp4"."""
-    return "int8" if q.dtype == torch.int8 else "mxfp4" if scale.dtype == torch.uint8 else "int4"
-
-
-def group_of(q: torch.Tensor, scale: torch.Tensor) -> int:
-    """Returns the columns of a weight that share a scale: K / groups, or K."""
-    K = q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
-    return max(1, K // max(1, scale.shape[1] if scale.dim() == 2 else 1))
-
-
-def step_of(group: int) -> int:
-    """Returns the largest power of two up to 128 that divides a group: the columns of a step."""
-    return min(128, group & -group)
-
-
 def fwd(
     y: torch.Tensor, parts: torch.Tensor, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe,
     bias: _Maybe, activation: str, x_scale: _Maybe = None
@@ -258,27 +130,27 @@ def fwd(
     (M, K), N, gpu = x.shape, q.shape[0], device.of(x)
     kind, group = kind_of(q, scale) if x_scale is None else "w4a8", group_of(q, scale)
     whole = kind == "int8" or (kind == "mxfp4" and x.dtype != torch.float16)  # float16 cannot hold the scales
-    step = 128 if whole else step_of(group)
+    deep = 128 if whole else step_of(group)
 
     def rule() -> tuning.Config:
         """Splits K until there are four programs for each multiprocessor, of at least eight steps each."""
         rows = min(64, max(16, triton.next_power_of_2(M)))
         columns, threads = (64 if N <= 64 * gpu.multiprocessors else 128, 128) if M <= 32 else (128, 256)
-        tiles, steps = triton.cdiv(N, columns) * triton.cdiv(M, rows), triton.cdiv(K, step)
+        tiles, steps = triton.cdiv(N, columns) * triton.cdiv(M, rows), triton.cdiv(K, deep)
         most = max(1, min(triton.cdiv(4 * gpu.multiprocessors, max(1, tiles)), steps // 8, 16))
         stages = 4 if gpu.backend == "cuda" else 2
         return {"BM": rows, "BN": columns, "SPLITS": most, "num_warps": threads // gpu.warp, "num_stages": stages}
 
     def config() -> dict[str, Any]:
         sizes = [str(triton.next_power_of_2(n)) for n in (M, N, K)]
-        key = " ".join([dtype_name(x), str(step), *sizes])
+        key = " ".join([dtype_name(x), str(deep), *sizes])
         chosen = tuning.config(gpu, f"{kind}_linear", "fwd", key, rule, lambda: _space(rule()))
-        return chosen | {"BK": step, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
+        return chosen | {"BK": deep, "SPLITS": max(1, min(chosen["SPLITS"], ROOM // max(1, M * N)))}
 
     key = M, N, K, group
     native = gpu.backend == "cuda" and gpu.capability >= 80 and not INTERPRETED
     facts = early(gpu)
-    rules = Rules(kind, native, K % step == 0, "ieee", facts["PDL"], group)
+    rules = Rules(kind, native, K % deep == 0, "ieee", facts["PDL"], group)
     weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
     if kind == "w4a8" and not native:
         x = x.view(torch.uint8)
@@ -335,7 +207,7 @@ def _weight(q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, dtype: torch.dty
     }
     grid = triton.cdiv(N, 4), triton.cdiv(K, 1024)
     if w.numel():
-        launch(_dequantise, grid, w, weight, Sizes(0, N, K), **facts)
+        launch(unpack, grid, w, weight, N, K, **facts)
     return w
 
 
@@ -345,16 +217,7 @@ def dequantised(
     """Returns the weight (N, K) in a dtype, rounded once: by a kernel on a GPU if groups are in order."""
     if g_idx is None and dtype != torch.float64 and scale.dtype != torch.float64 and q.is_cuda:
         return _weight(q, scale, zero, dtype)
-    if kind_of(q, scale) == "mxfp4":
-        return float4.weight(q, scale, dtype)
-    wide = torch.promote_types(scale.dtype, torch.float32)
-    codes, K = q, q.shape[1] * (2 if q.dtype == torch.uint8 else 1)
-    if q.dtype == torch.uint8:
-        codes = torch.stack((q & 15, q >> 4), -1).flatten(1)
-    scale = scale.reshape(q.shape[0], -1)
-    group = torch.arange(K, device=q.device) // group_of(q, scale) if g_idx is None else g_idx.long()
-    away: Any = (8 if q.dtype == torch.uint8 else 0) if zero is None else zero.to(wide)[:, group]
-    return ((codes.to(wide) - away) * scale.to(wide)[:, group]).to(dtype)
+    return plain(q, scale, zero, dtype, g_idx)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: _Maybe, activation: str | None) -> torch.Tensor:
@@ -492,11 +355,6 @@ def few(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why a call is left to a dequantised copy of the weight, or None."""
     many = x.numel() > MANY * max(1, x.shape[-1])
     return "for many rows a dequantised weight and a plain product are quicker" if many else None
-
-
-def words(q: torch.Tensor) -> torch.Tensor:
-    """Returns codes as kernels read them: contiguous, from an even address on."""
-    return q.clone(memory_format=torch.contiguous_format) if q.storage_offset() % 2 else q.contiguous()
 
 
 def cost(
