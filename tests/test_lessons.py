@@ -16,6 +16,7 @@ from ridgeline.lab.analysis.lesson import advice, checking, pages
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES
 from ridgeline.lab.analysis.lesson.wording import MESSAGES
 from ridgeline.lab.measurement import results, store
+from ridgeline.op import RidgelineError
 
 LESSONS = pages.lessons()
 RIGHT = Path(__file__).with_name("lessons")
@@ -128,7 +129,7 @@ def test_cuda_in_a_string_is_compiled_and_its_doubles_are_found(tmp_path: Path) 
     assert tests[0]["reason"] == MESSAGES["cuda"]
     rows, died = checking.run("compile", 3, path, "cpu", 120)
     assert died is None
-    assert "compute in float64" in advice.advise(EXERCISES[3], rows, [], path)
+    assert "are float64" in advice.advise(EXERCISES[3], rows, [], path)
 
 
 def row(impl: str, **facts: object) -> dict[str, object]:
@@ -143,6 +144,8 @@ def row(impl: str, **facts: object) -> dict[str, object]:
         (3, {"widest_load": 4, "loads": {"4": 1}}, "", "4 bytes wide, ours 16"),
         (3, {"stores": {"4": 1}}, "", "stores as wide"),
         (3, {"occupancy": 0.25}, "", "limited by registers"),
+        (8, {"occupancy": 0, "shared": 400_000}, "", "400,000 bytes of shared memory"),
+        (8, {"matrix": {"HGMMA.64x64x8.F32.TF32": 4}}, "", "run as TF32"),
         (6, {}, "__shared__ float tile[32][32];", "Pad the shared tile to 33"),
         (7, {}, "", "Use `tl.dot`"),
         (7, {"matrix": {"HMMA.16816.F32": 4}}, "", "wgmma is faster"),
@@ -156,6 +159,52 @@ def test_the_advice(tmp_path: Path, number: int, mine: dict[str, object], source
     path.write_text(source)
     best = row(EXERCISES[number].rungs[-1], shared=100_000 if number == 7 else 0)
     assert said in advice.advise(EXERCISES[number], [row("yours", **mine), best], [], path)
+
+
+def test_a_loop_of_launches_is_advised_into_a_grid(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("")
+    mine = [row("yours", matrix={"HGMMA.64x64x16.F32.BF16": 4})] * 64
+    said = advice.advise(EXERCISES[8], [*mine, row("gluon")], [], path)
+    assert said == "Put the loop into the grid: the call starts k 64 times, ours once."
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import torch\nx = torch.nothing\n", "line 2: AttributeError"),
+        ("def gelu(x:\n", "cannot be imported: SyntaxError"),
+        ("import sys\nsys.exit(1)\n", "line 2: SystemExit: 1"),
+        (CUDA.replace('"gelu")', '"other")'), "the CUDA C++ has no `__global__ void other"),
+        ("", "defines no function gelu"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(RidgelineError) as raised:
+        checking.run("test", 3, path, "cpu", 60)
+    assert said in str(raised.value)
+    assert "RidgelineError" not in str(raised.value)
+
+
+def test_a_fault_of_cuda_in_a_string_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(CUDA.replace("tanh(0.79788456 * x[i]))", "tanh(0.79788456 * xx[i]))"))
+    rows, died = checking.run("compile", 3, path, "cpu", 120)
+    assert died is None
+    assert 'line 4 of the CUDA C++: identifier "xx" is undefined' in rows[0]["failed"]
+    path.write_text(CUDA.replace("(y, x, x.numel())", "(y, x)"))
+    tests, _ = checking.run("test", 3, path, "cpu", 60)
+    assert "gelu takes 3 arguments, and the call passes 2" in tests[0]["reason"]
+
+
+def test_a_call_that_reads_values_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    right = Path(__file__).with_name("lessons") / "gelu.py"
+    path.write_text(right.read_text().replace("    n = x.numel()\n", "    n = x.numel()\n    assert x.sum() < 1e9\n"))
+    rows, _ = checking.run("compile", 3, path, "cpu", 120)
+    assert "tensors without values" in rows[0]["failed"]
 
 
 def test_the_advice_of_times(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,37 @@ def test_every_exercise_has_three_tests_with_hints() -> None:
     for exercise in EXERCISES.values():
         assert len({probe.hint for probe in exercise.probes} - {"hint.plain"}) >= 3
         assert all(probe.hint in MESSAGES for probe in exercise.probes)
+
+
+# (op, a part of the right file, what a learner writes instead, a part of the reason, the hint)
+ERRORS = [
+    ("gelu", "tl.exp(2", "tl.expp(2", r"line 12: AttributeError: .*expp", "raised"),
+    ("gelu", "    return y\n", "", "returned NoneType", "returned"),
+    ("gelu", "y = torch.empty_like(x)", "y = x", "changed its input", "changed"),
+    ("gelu", "empty_like(x)", "empty_like(x, dtype=torch.float32)", r"float32 \(2048,\), and float16", "form"),
+    ("attention", "p.to(v.dtype)", "p", "same dtype", "attention-half"),
+    ("attention", 'tl.full((BM,), float("-inf"), tl.float32)', "tl.zeros((BM,), tl.float32)", "", "start"),
+    ("attention", ", o, mask=rows[:, None] < queries)", ", o)", r"writes outside its tensors \(\d+ ", "outside"),
+    ("attention", "BM=128", "BM=16", "wrongly finite", "unwritten"),
+    ("attention", "triton.cdiv(queries, 128), batch * heads", "triton.cdiv(queries, 128), 1", "", "head-strides"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "right", "wrong", "reason", "hint"), ERRORS)
+def test_the_hint_of_an_error_is_about_the_error(
+    tmp_path: Path, op: str, right: str, wrong: str, reason: str, hint: str
+) -> None:
+    text = (RIGHT / f"{op}.py").read_text()
+    assert right in text
+    path = tmp_path / "attempt.py"
+    path.write_text(text.replace(right, wrong, 1))
+    failed = next(row for row in worker.tests(NUMBERS[op], path, "cpu") if row["ok"] is False)
+    assert failed["hint"] == f"hint.{hint}"
+    assert re.search(reason, failed["reason"]), failed["reason"]
+
+
+def test_libdevice_has_a_hint_of_its_own(tmp_path: Path) -> None:
+    text = (RIGHT / "gelu.py").read_text().replace("1 - 2 / (tl.exp(2 * z) + 1)", "libdevice.tanh(z)")
+    path = tmp_path / "attempt.py"
+    path.write_text("from triton.language.extra import libdevice\n" + text)
+    assert worker.tests(3, path, "cpu")[0]["hint"] == "hint.libdevice"

@@ -198,7 +198,7 @@ def test_the_hints_of_a_wrong_kernel_in_chinese(tmp_path: Path) -> None:
 
 
 def test_what_the_law_says_is_in_the_catalogue() -> None:
-    for where in ("form", "nonfinite", "unequal", "rows"):
+    for where in ("form", "nonfinite", "unequal", "whole", "row", "column", "scale"):
         reason = Verdict({"out": Finding(3.0, 1.0, where)}, {}).reason()
         assert reason
         assert any(translation.pattern(text).fullmatch(reason) for text in REASONS), reason

@@ -36,11 +36,17 @@ class Inline:
 
     def __getitem__(self, shape: tuple[Any, ...]) -> Any:
         from ridgeline import boundary, device
+        from ridgeline.op import RidgelineError
 
         blocks, threads, shared = (*shape, 0)[:3]
         grid = blocks if isinstance(blocks, tuple) else (blocks,)
 
         def start(*args: Any) -> None:
+            if len(args) != len(self.kernel.arguments):
+                name, takes = self.kernel.name, len(self.kernel.arguments)
+                raise RidgelineError(f"{name} takes {takes} arguments, and the call passes {len(args)}")
+            if threads > 1024:
+                raise RidgelineError(f"{self.kernel.name} starts blocks of {threads} threads; 1024 are the most")
             if device.stand_in is None and args[0].device.type == "cpu":
                 raise NeedsGpu("CUDA C++ needs a GPU")
             boundary.launch(self.kernel, grid, *args, block=threads, shared=shared)

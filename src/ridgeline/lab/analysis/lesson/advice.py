@@ -12,6 +12,7 @@ from ridgeline.lab.analysis.lesson.wording import say
 
 Row = dict[str, Any]
 BANKS = 32
+LOOP = 8  # starts of one kernel in a call that show a loop where a grid belongs
 SHARED = re.compile(r"__shared__\s+(?:float|int|unsigned)\s+\w+\s*\[[^\]]+\]\s*\[\s*(\d+)\s*\]")
 
 
@@ -29,10 +30,14 @@ def advise(exercise: Exercise, rows: list[Row], timed: list[Row], path: Path) ->
 def _arithmetic(exercise: Exercise, mine: list[Row]) -> str | None:
     for row in mine:
         kernel = row["kernel"]
+        if row["occupancy"] == 0:
+            return say("next.shared", kernel=kernel, shared=f"{row['shared']:,}")
         if row["double"]:
             return say("next.double", kernel=kernel, count=row["double"])
         if row["spill_stores"]:
             return say("next.spill", kernel=kernel, bytes=row["spill_stores"])
+        if exercise.dtype == "bfloat16" and any("TF32" in name for name in row["matrix"]):
+            return say("next.tf32", kernel=kernel, dtype=exercise.dtype)
         if any(not re.search("F32|S32|f32|s32|IMMA", name) for name in row["matrix"]):
             return say("next.half-sums", kernel=kernel)
     names = [name for row in mine for name in row["matrix"]]
@@ -55,6 +60,8 @@ def _access(exercise: Exercise, mine: list[Row], best: list[Row], path: Path) ->
     width, ours = _widest(mine), _widest(best)
     if exercise.stores and width < min(ours, 16):
         return say("next.store", kernel=main["kernel"], width=width, ours=min(ours, 16))
+    if len(mine) >= LOOP and len(best) == len({row["kernel"] for row in mine}) == 1:
+        return say("next.launches", kernel=main["kernel"], count=len(mine))
     if len(mine) > len(best):
         return say("next.kernels", count=len(mine), ours=len(best))
     shared, most = (max(row["shared"] for row in some) for some in (mine, best))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 from ridgeline.lab.analysis.lesson.exercises import Exercise
 from ridgeline.lab.analysis.lesson.wording import say
 from ridgeline.op import Implementation, RidgelineError
+from ridgeline.translation import told
+
+CUDA_ERROR = re.compile(r"\.cu\((\d+)\): (?:catastrophic )?error: (.*)")
 
 
 class Attempt(Implementation):
@@ -39,8 +43,10 @@ def load(path: Path, number: int, exercise: Exercise) -> Callable[..., Any]:
     sys.modules["learner"] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a learner's file raises is what the check says
-        raise RidgelineError(say("import", path=path, error=short(error))) from error
+    except (Exception, SystemExit) as error:  # whatever a learner's file raises is what the check says
+        text, at = short(error), None if isinstance(error, SyntaxError) else line(error, path)
+        said = say("import-at", line=at, path=path, error=text) if at else say("import", path=path, error=text)
+        raise RidgelineError(said) from error
     function = getattr(module, exercise.op, None)
     if not callable(function):
         facts = {"name": exercise.op, "number": number, "signature": exercise.signature}
@@ -48,12 +54,28 @@ def load(path: Path, number: int, exercise: Exercise) -> Callable[..., Any]:
     return function
 
 
+def line(error: BaseException, path: Path) -> int | None:
+    """Returns the line of a file that an error comes from, the innermost one; None if it comes from elsewhere."""
+    import traceback
+
+    found, cause = None, error
+    while cause is not None:
+        for frame in traceback.extract_tb(cause.__traceback__):
+            found = frame.lineno if Path(frame.filename).resolve() == path.resolve() else found
+        cause = cause.__cause__  # type: ignore[assignment]
+    return found
+
+
 def short(error: BaseException) -> str:
     """Returns an error's kind and its first line of text; Triton's own frames are left out."""
     while error.__cause__ is not None and type(error).__name__ in ("InterpreterError", "CompilationError"):
         error = error.__cause__
+    if wrong := CUDA_ERROR.search(str(error)):
+        return say("cuda-line", line=wrong[1], error=wrong[2])
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and set(line.strip()) != {"^"}]
     text = lines[-1] if type(error).__name__ == "CompilationError" and lines else (lines or [""])[0]
+    if isinstance(error, RidgelineError):
+        return told(text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

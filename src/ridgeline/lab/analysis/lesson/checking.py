@@ -80,8 +80,9 @@ def show(number: int, found: Row) -> None:
     tests, exercise = found["tests"], EXERCISES[number]
     for row in tests:
         mark, style = {True: ("passed", "green"), False: ("failed", "red"), None: ("not run", "dim")}[row["ok"]]
-        reason = f": {row['reason']}" if row["reason"] else ""
-        out.print(f"{say(mark):8} {told(row['test'])}{reason}", style=style, markup=False)
+        colon = "：" if language() == "zh" else ": "
+        reason = f"{colon}{row['reason']}" if row["reason"] else ""
+        out.print(f"{_eight(say(mark))} {told(row['test'])}{reason}", style=style, markup=False)
         if row["ok"] is False:
             out.print(f"         {say(row['hint'])}", markup=False)
     failed = sum(row["ok"] is False for row in tests)
@@ -103,6 +104,13 @@ def show(number: int, found: Row) -> None:
         out.print(say("no-gpu", arch=ARCH), style="dim", markup=False)
     if found["next"]:
         out.print(found["next"], style="bold", markup=False)
+
+
+def _eight(mark: str) -> str:
+    """Returns a mark padded to eight columns of a terminal."""
+    from rich.cells import cell_len
+
+    return mark + " " * (8 - cell_len(mark))
 
 
 def _resources(number: int, rows: list[Row], out: Any) -> None:

@@ -83,6 +83,13 @@ def _ordered(keys: int, first: float) -> Make:
     return make
 
 
+def _low(queries: int, keys: int) -> Make:
+    """Returns a maker of a positive q and negative k, whose scores are all far below 0, and a normal v."""
+    positive = changed(normal(1, 1, queries, 32), lambda q: 5 + q.abs())
+    negative = changed(normal(1, 1, keys, 32), lambda k: -5 - k.abs())
+    return several(positive, negative, normal(1, 1, keys, 32))
+
+
 def _whole(*shape: int) -> Make:
     """Returns a maker of a float16 matrix of small whole numbers, whose products have exact sums."""
     return changed(normal(*shape, dtype="float16"), lambda x: x.round())
@@ -207,9 +214,10 @@ ATTENTION = Exercise(
         Probe("a maximum that rises from block to block", _ordered(128, -1.0), "hint.rescale"),
         Probe("50 queries, 77 keys: no multiple of a tile", _qkv(50, 77), "hint.keys"),
         Probe("scores of 100 and more", _qkv(32, 64, scale=100.0), "hint.score-max"),
+        Probe("scores of -100 and less", _low(32, 64), "hint.start"),
         Probe("heads between the positions", changed(_qkv(32, 64, heads=2), _heads_inside), "hint.head-strides"),
         Probe("causal, 64 positions", _qkv(64, 64), "hint.causal", {"causal": True}),
-        Probe("float16", _qkv(32, 128, dtype="float16"), "hint.half"),
+        Probe("float16", _qkv(32, 128, dtype="float16"), "hint.attention-half"),
     ),
     "4x16x4096x128 causal",
     "bfloat16",

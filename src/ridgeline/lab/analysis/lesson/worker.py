@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ridgeline.lab.analysis.lesson.attempt import Attempt, configured, given, load, short
+from ridgeline.lab.analysis.lesson.attempt import Attempt, configured, given, line, load, short
 from ridgeline.lab.analysis.lesson.exercises import EXERCISES, Exercise, Probe
 from ridgeline.lab.analysis.lesson.wording import say
 from ridgeline.translation import choose, told
@@ -39,7 +39,7 @@ def tests(number: int, path: Path, device: str) -> list[Row]:
     try:
         for probe in exercise.probes:
             with watch():
-                rows.append(_test(exercise, probe, function, device))
+                rows.append(_test(exercise, probe, function, device, path))
             if not rows[0]["ok"]:
                 break
     finally:
@@ -47,7 +47,7 @@ def tests(number: int, path: Path, device: str) -> list[Row]:
     return rows
 
 
-def _test(exercise: Exercise, probe: Probe, function: Any, device: str) -> Row:
+def _test(exercise: Exercise, probe: Probe, function: Any, device: str, path: Path) -> Row:
     import torch
 
     from ridgeline.lab.inline import NeedsGpu
@@ -63,16 +63,38 @@ def _test(exercise: Exercise, probe: Probe, function: Any, device: str) -> Row:
     except NeedsGpu:
         return row | {"ok": None, "reason": say("cuda")}
     except Exception as error:  # whatever a learner's kernel raises is the reason
-        return row | _blamed(error)
+        return row | _blamed(error, path, plain=probe is exercise.probes[0])
     if not isinstance(result, torch.Tensor):
-        return row | {"reason": say("returned", got=type(result).__name__)}
+        return row | {"reason": say("returned", got=type(result).__name__), "hint": "hint.returned"}
     if any(not torch.equal(a, b) for a, b in zip(tensors, before, strict=True)):
-        return row | {"reason": say("changed")}
-    reason = law.judge([result]).reason()
+        return row | {"reason": say("changed"), "hint": "hint.changed"}
+    verdict = law.judge([result])
+    where = max(verdict.outputs.values(), key=lambda finding: finding.worst).where
+    reason = verdict.reason()
+    if where == "form":
+        wanted = torch.empty_like(_expected(exercise, tensors, probe.options), device="meta")
+        return row | {"reason": say("form", got=_form(result), wanted=_form(wanted)), "hint": "hint.form"}
+    if where == "nonfinite" and probe is exercise.probes[0]:
+        row["hint"] = "hint.unwritten"
     return row | {"ok": reason is None, "reason": reason and told(reason)}
 
 
-def _blamed(error: Exception) -> Row:
+def _expected(exercise: Exercise, tensors: list[Any], options: Row) -> Any:
+    from ridgeline.op import get
+
+    result = get(exercise.op).reference(*tensors, *exercise.fixed, **options)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _form(tensor: Any) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _blamed(error: Exception, path: Path, plain: bool) -> Row:
+    """Returns the reason of an error, and its hint where the test's own would mislead.
+
+    plain: this is the first test, which has no special inputs.
+    """
     from ridgeline.boundary import INTERPRETED
 
     if INTERPRETED:
@@ -81,8 +103,15 @@ def _blamed(error: Exception) -> Row:
         if found := cause(error):
             did = "reads" if found.call == "load" else "writes"
             call = {"atomic": "atomic_add"}.get(found.call, found.call)
-            return {"reason": say("beyond", did=say(did), count=found.count, call=call)}
-    return {"reason": say("raised", error=short(error))}
+            hint = {"hint": "hint.outside"} if plain else {}
+            return {"reason": say("beyond", did=say(did), count=found.count, call=call)} | hint
+    text, at = short(error), line(error, path)
+    hint = {"hint": "hint.raised"} if plain else {}
+    if INTERPRETED and "NoneType" in text and "libdevice" in path.read_text():
+        hint = {"hint": "hint.libdevice"}
+    if "not compiled with CUDA" in text or "NVIDIA driver" in text:
+        hint = {"hint": "hint.device"}
+    return {"reason": say("raised-at", line=at, error=text) if at else say("raised", error=text)} | hint
 
 
 def compiled(number: int, path: Path) -> list[Row]:
@@ -100,7 +129,8 @@ def compiled(number: int, path: Path) -> list[Row]:
     except RidgelineError:
         raise
     except Exception as error:  # as in `_test`
-        return [{"impl": "yours", "failed": say("uncompiled", arch=ARCH, error=short(error))}]
+        reason = say("values") if "meta tensor" in str(error) else short(error)
+        return [{"impl": "yours", "failed": say("uncompiled", arch=ARCH, error=reason)}]
     if not found:
         return [{"impl": "yours", "failed": say("no-kernel")}]
     for name in exercise.rungs:
