@@ -16,6 +16,11 @@ ACTIVATIONS = ("silu", "swiglu_oai")
 MOST = 1024  # experts of a gate, which a program holds in registers
 
 
+def unfit(gate_up: Any, down: Any, scales: Any, zeros: Any) -> str | None:
+    """Returns why kernels do not take codes, or None."""
+    return _few_bits.unfit(*_few_bits.codes_of(gate_up, down, scales, zeros))
+
+
 def grouped_matmul(x: Any, w: Any, offsets: Any, bias: Any, main_grad: Any) -> None:
     given = {n: t for n, t in (("bias", bias), ("main_grad", main_grad)) if t is not None}
     tensors("grouped_matmul", x=x, w=w, offsets=offsets, **given)

@@ -54,6 +54,11 @@ def not_grouped_mm(x: _T, w: _T, *_: Any, **__: Any) -> str | None:
     return None if w.shape[0] and x.shape[1] % 8 == 0 == w.shape[2] % 8 else "torch's grouped_mm takes K and N by 8"
 
 
+def in_full(dtype: torch.dtype, gate_up: _T, down: _T, scales: Any, zeros: Any) -> tuple[_T, _T]:
+    """Returns codes of both matrices as weights in a dtype."""
+    return _few_bits.dense(dtype, *_few_bits.codes_of(gate_up, down, scales, zeros))
+
+
 def unit(z: _T, activation: str, limit: float | None, interleaved: bool) -> _T:
     gate, up = (z[..., ::2], z[..., 1::2]) if interleaved else z.chunk(2, -1)
     if limit is not None:
@@ -68,7 +73,7 @@ def sorted_pairs(
 ) -> _T:  # fmt: skip
     """Pairs sorted by expert, two grouped products and a gather. Codes become weights in x's dtype first."""
     if scales is not None:
-        gate_up, down = _few_bits.dense(x.dtype, *_few_bits.codes_of(gate_up, down, scales, zeros))
+        gate_up, down = in_full(x.dtype, gate_up, down, scales, zeros)
     (T, k), E = indices.shape, gate_up.shape[0]
     known = (indices >= 0) & (indices < E)
     expert = torch.where(known, indices, E).flatten()

@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Cost, Op, RidgelineError, nbytes
-from ridgeline.ops.experts import _checks, _experts, _few_bits, _plain
+from ridgeline.op import Cost, Op, RidgelineError, get, nbytes
+from ridgeline.ops.experts import _checks, _experts, _plain
 from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.ops.experts._cases import CASES
-from ridgeline.ops.experts.grouped_matmul import grouped_matmul
 from ridgeline.select import eager, run
 from ridgeline.tiles.few_bits import words
 
@@ -118,7 +117,7 @@ def reference(
     given, E = x.dtype, gate_up.shape[0]
     if scales is not None:
         wide = torch.promote_types(given, torch.float32)
-        gate_up, down = _few_bits.dense(wide, *_few_bits.codes_of(gate_up, down, scales, zeros))
+        gate_up, down = _plain.in_full(wide, gate_up, down, scales, zeros)
         x, gate_up_bias, down_bias = (t if t is None else t.to(wide) for t in (x, gate_up_bias, down_bias))
     weights = weights.to(torch.promote_types(x.dtype, weights.dtype))
     known = ((indices >= 0) & (indices < E)).all(-1, keepdim=True)
@@ -187,7 +186,7 @@ def _few(
     given = [x, weights, *[b for b in biases if b is not None], *scales]
     if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
         raise RidgelineError("moe: experts of few bits have no gradients; call it under torch.no_grad()")
-    plain, reason = eager(MOE, impl, x, *biases), _few_bits.unfit(*_few_bits.codes_of(gate_up, down, scales, zeros))
+    plain, reason = eager(MOE, impl, x, *biases), _checks.unfit(gate_up, down, scales, zeros)
     if plain is None and reason is not None:
         if impl is not None:
             raise RidgelineError(f"moe: impl={impl!r} cannot run this call: {reason}")
@@ -229,7 +228,9 @@ MOE = Op(
     cases=CASES,
 )
 
-SORTED, GROUPED = (partial(_plain.sorted_pairs, partial(grouped_matmul, impl=impl)) for impl in ("naive", "torch"))
+SORTED, GROUPED = (
+    partial(_plain.sorted_pairs, partial(get("grouped_matmul").function, impl=impl)) for impl in ("naive", "torch")
+)
 MOE.eager("naive", "every expert of every token", reference)
 MOE.eager("torch", "pairs sorted by expert, a product for each expert", SORTED, served=True, reads=True)
 MOE.eager("torch_grouped", "pairs sorted by expert, PyTorch's grouped_mm", GROUPED, supports=_plain.not_sorted_pairs)
