@@ -17,7 +17,7 @@ class Scales(Spec):
 
 
 class Powers(Spec):
-    """Codes of mxfp4's scales, from 2^-8 to 1."""
+    """Codes of mxfp4's scales, from 2^-8 to 2^-5."""
 
     def make(self, *args: Any) -> torch.Tensor:
         return super().make(*args) + 119
@@ -44,7 +44,7 @@ def _codes(kind: str, E: int, N: int, K: int, group: int) -> tuple[Spec, Spec]:
         return Spec(E, N, K, dtype="int8"), Scales(E, N, grad=False)
     codes = Spec(E, N, K // 2, dtype="uint8", high=256)
     if kind == "mxfp4":
-        return codes, Powers(E, N, K // 32, dtype="uint8", high=9)
+        return codes, Powers(E, N, K // 32, dtype="uint8", high=4)
     return codes, Scales(E, N, K // group, grad=False)
 
 
