@@ -252,6 +252,11 @@ def test_every_rank_says_what_does_not_divide(size: Size, options: dict[str, Any
             {"sequence": True},
             "with sequence 0 would balance",
         ),
+        (
+            nn.Sequential(ridgeline.nn.QuantizedMoE(32, 32, 4, 2, kind="int8")),
+            {},
+            "experts of few bits are not spread over ranks, and 0 has them",
+        ),
         (Ours(), {}, "no nn.MoE, and no experts that hf.patch has taken"),
     ],
 )

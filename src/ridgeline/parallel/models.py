@@ -195,6 +195,8 @@ def _mixtures(model: nn.Module, world: int, sequence: bool) -> dict[str, list[st
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         given: dict[str, Any] = getattr(module.__dict__.get("forward"), "keywords", {})
+        if isinstance(module, ridgeline.nn.QuantizedMoE):
+            raise RidgelineError(f"parallelize: experts of few bits are not spread over ranks, and {name} has them")
         if isinstance(module, ridgeline.nn.MoE):
             found[name] = ["gate_up_proj", "down_proj"]
             if sequence and module.auxiliary:
