@@ -174,9 +174,9 @@ class Standard:
         self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
         self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
         self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
-        self.scale = (
-            2 * max(own.scale, own.wander, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
-        )
+        # The half ulps are one draw, whose scale may be near 0 by luck: `wander` is what another draw may have.
+        drift = max(own.scale, own.wander, change.scale, change.wander)
+        self.scale = 2 * drift + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
         if not theirs.isfinite().all():
             self.theirs = _codes(_plane(theirs))
 
