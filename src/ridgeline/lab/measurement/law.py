@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -286,6 +287,17 @@ def _move(exact: Tensor, eps: float, dice: torch.Generator) -> None:
             piece += torch.where(piece.isfinite(), half * (2 * up - 1), 0.0)
 
 
+@contextmanager
+def _full_products() -> Iterator[None]:
+    """Lets cuDNN, whose own switch is on by default, use TF32 only if `torch.get_float32_matmul_precision` does."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = before and torch.get_float32_matmul_precision() != "highest"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
 class Law:
     """The oracle of one call, computed once; `judge` checks implementations against it.
 
@@ -409,6 +421,13 @@ class Law:
         mutates: bool = True,
     ) -> Result:
         """Returns outputs, and gradients of the arguments that require them. Makes missing incoming gradients."""
+        with _full_products():
+            return self._found(call, args, kwargs, incoming, mutates)
+
+    def _found(
+        self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None,
+        mutates: bool
+    ) -> Result:  # fmt: skip
         outputs = self._results(call, args, kwargs, mutates)
         if incoming is None:
             differentiable = not self.op.mutates and bool(leaves(args))
