@@ -5,14 +5,16 @@
 With G the running sum of the log gates in a chunk, R = read rows times S (the state before the chunk), and U the rows
 that the chunk corrects by:
 
-    delta rule:  X = beta (V - R)     U = T X    T = (I + beta A)^-1    A_ij = (k_i . k_j) e^(G_i - G_j),     j < i
-    RWKV-7:      X = R + M V          U = T X    T = (I - A)^-1         A_ij = (a_i . b_j) e^(G_{i-1} - G_j), j < i
+    delta rule:  X = V - R      Y = X - L (beta X)   U = beta Y   A_ij = (k_i . k_j) e^(G_i - G_j),     j < i
+    RWKV-7:      X = R + M V    U = X + L X                       A_ij = (a_i . b_j) e^(G_{i-1} - G_j), j < i
     o = scale (e^G q S + P U + N V),  S' = e^{G_C} S + (e^{G_C - G} b)^T U + (e^{G_C - G} k)^T V
 
 Rows read by e^G k (delta) or e^{G_{i-1}} a. The delta rule has b = k there, and no M, N and last term. P, N and M weigh
-q with b, q with k and a with k. The kernels: the matrices P, M and N of all chunks, T, the states in order, their
-gradients in reverse order, and all other gradients, a chunk each. T is made by halves: blocks of n rows are inverted,
-then pairs of them joined, so that beta of 2 and keys that are alike lose nothing.
+q with b, q with k and a with k. L, below its diagonal, has (I + A beta)^-1 = I - L beta and (I + beta A)^-1 = I - beta L;
+RWKV-7 has -1 for beta. So one matrix serves both ways, with no division by beta, and the diagonal of ones is exact.
+The kernels: the matrices of all chunks, the states in order, their gradients in reverse order, and all other gradients,
+a chunk each. L is made by halves: that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that
+are alike lose nothing; up to 16 rows all blocks are a batch of products.
 No factor exceeds 1, as in `_scan.py`.
 """
 
@@ -30,11 +32,22 @@ from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_s
 class Matrices(NamedTuple):
     """Of all chunks, (B, heads, chunks, C, C) in the data's dtype."""
 
-    inverse: Any  # T
+    solve: Any  # L
     pair: Any  # P
-    read: Any  # M for RWKV-7; for the delta rule A
+    read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
+    decays: Any  # with a gate per token: what q and k read by and k writes by, (B, heads, chunks, 3, C) in float32
+    whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
+
+
+class Reads(NamedTuple):
+    """The rows that read states and that write them; per channel with their decays, made by `pairs_by_channel`."""
+
+    q: Any
+    a: Any  # k for the delta rule
+    b: Any  # likewise
+    k: Any  # RWKV-7 only
 
 
 class ChunkStates(NamedTuple):
@@ -139,20 +152,51 @@ def _heads(q, k, a, b, gate, beta, packing, n, h, start, form: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, place, rows, depth, end, form: tl.constexpr):
-    """Rows of K columns."""
-    return tile_at(place, x.token, rows, depth, end, form.K)
+def _read_heads(reads, beta, packing, n, h, start, form: tl.constexpr):
+    """Where a sequence's head begins in the rows of the chains and in beta."""
+    from_q, from_a = find_head(reads.q, n, h, packing.ends, start), find_head(reads.a, n, h, packing.ends, start)
+    from_b, from_k, from_beta = from_a, from_a, from_a
+    if form.GATE == 2:
+        from_b = find_head(reads.b, n, h, packing.ends, start)
+    if form.LOW:
+        from_k = find_head(reads.k, n, h, packing.ends, start)
+    else:
+        from_beta = find_head(beta, n, h, packing.ends, start)
+    return from_q, from_a, from_b, from_k, from_beta
 
 
 @triton.jit
-def _unit(x, form: tl.constexpr):
-    """The rows by their length, if asked, and one over it."""
+def _tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of some columns; blocks that divide the columns need no mask of them."""
+    here = (rows < tokens)[:, None]
+    if WIDTH % BLOCK != 0:
+        here = here & (columns < WIDTH)[None, :]
+    return tl.load(place + rows.to(tl.int64)[:, None] * x.token + columns[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def _rows(x, place, rows, depth, end, form: tl.constexpr):
+    """Rows of K columns."""
+    return _tile(x, place, rows, depth, end, form.K, form.BK)
+
+
+@triton.jit
+def _shrink(x, form: tl.constexpr):
+    """One over the lengths of the rows, if asked."""
     C: tl.constexpr = form.C
     shrink = tl.full([C], 1.0, tl.float32)
     if form.NORMALIZE:
         wide = x.to(tl.float32)
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        x = (wide * shrink[:, None]).to(x.dtype)
+    return shrink
+
+
+@triton.jit
+def _unit(x, form: tl.constexpr):
+    """The rows by their length, if asked, and one over it."""
+    shrink = _shrink(x, form)
+    if form.NORMALIZE:
+        x = (x.to(tl.float32) * shrink[:, None]).to(x.dtype)
     return x, shrink
 
 
@@ -188,31 +232,6 @@ def _decays(gate, place, first, depth, end, form: tl.constexpr):
         early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
     after = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True), form)
     return g, late, early, after, decay_of(tl.sum(g, 0), form)
-
-
-@triton.jit
-def _weigh(x, decay, form: tl.constexpr):
-    return x * (decay[:, None] if form.GATE == 1 else decay)
-
-
-@triton.jit
-def _reads(x, decay, state, form: tl.constexpr):
-    """What rows read from a state: decay x S."""
-    if form.GATE == 1:
-        found = decay[:, None] * _dot(x, state, x, form)
-    else:
-        found = _dot(x * decay, state, x, form)
-    return found
-
-
-@triton.jit
-def _writes(x, decay, rows, form: tl.constexpr):
-    """What rows add to a state: (decay x)^T rows."""
-    if form.GATE == 1:
-        found = _dot(tl.trans(x), rows * decay[:, None], x, form)
-    else:
-        found = _dot(tl.trans((x * decay).to(x.dtype)), rows, x, form)
-    return found
 
 
 @triton.jit
@@ -252,15 +271,37 @@ def _edges(late, early, soon, g, level, form: tl.constexpr):
 
 
 @triton.jit
-def _inverse(A, form: tl.constexpr):
-    """(I - A)^-1 of a matrix below its diagonal, by halves."""
-    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    T = tl.where(i == j, 1.0, 0.0) + tl.where(_beside(0, form.C), A, 0.0)
-    for level in range(1, form.LEVELS):
-        part = tl.where(_beside(level, form.C), A, 0.0)
-        part = tl.dot(T, part, input_precision=form.PRECISION)
-        T += tl.dot(part, T, input_precision=form.PRECISION)
-    return T
+def _joined(L, part, factor, form: tl.constexpr):
+    """L of blocks twice as large, with `part` of A between their halves: (I - L beta) part (I - beta L)."""
+    left = part - tl.dot(L * _across(factor, L), part, input_precision=form.PRECISION)
+    return L + left - tl.dot(left, _down(factor, L) * L, input_precision=form.PRECISION)
+
+
+@triton.jit
+def _across(factor, like):
+    return factor[:, None, :] if len(like.shape) == 3 else factor[None, :]
+
+
+@triton.jit
+def _down(factor, like):
+    return factor[:, :, None] if len(like.shape) == 3 else factor[:, None]
+
+
+@triton.jit
+def _solve(A, factor, form: tl.constexpr):
+    """L of a chunk, from A below its diagonal and beta."""
+    C: tl.constexpr = form.C
+    BLOCKS: tl.constexpr = C // 16
+    own = tl.arange(0, BLOCKS)[:, None, None, None] == tl.arange(0, BLOCKS)[None, None, :, None]
+    square = tl.sum(tl.where(own, tl.reshape(A, (BLOCKS, 16, BLOCKS, 16)), 0.0), 2)
+    some = tl.reshape(factor, (BLOCKS, 16))
+    L = tl.where(_beside(0, 16)[None, :, :], square, 0.0)
+    for level in tl.static_range(1, 4):
+        L = _joined(L, tl.where(_beside(level, 16)[None, :, :], square, 0.0), some, form)
+    L = tl.reshape(tl.where(own, L[:, :, None, :], 0.0), (C, C))
+    for level in tl.static_range(4, form.LEVELS):
+        L = _joined(L, tl.where(_beside(level, C), A, 0.0), factor, form)
+    return L
 
 
 @triton.jit
@@ -312,46 +353,130 @@ def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 
 
 @triton.jit
-def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
-    """The delta rule with a gate per token: P and A of a chunk, and one over the lengths of its q and k."""
+def _keep_decays(matrices, spot, of_q, of_a, of_b, whole, form: tl.constexpr):
+    place = matrices.decays + spot * (3 * form.C) + tl.arange(0, form.C)
+    tl.store(place, of_q)
+    tl.store(place + form.C, of_a)
+    tl.store(place + 2 * form.C, of_b)
+    if form.GATE == 1:
+        tl.store(matrices.whole + spot, whole)
+
+
+@triton.jit
+def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's P and L, its decays, and one over the lengths of q and k."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
     rows = first + row
-    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
+    tq = _tile(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    tk = _tile(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     at = spot * (form.C * form.C) + _square(form)
-    weights = _apart(g, form)
-    tl.store(matrices.pair + at, weights * _dot(tq, tl.trans(tk), tk, form))
-    weights = tl.where(row[:, None] > row[None, :], weights, 0.0)
-    tl.store(matrices.read + at, weights * _dot(tk, tl.trans(tk), tk, form))
+    shrink_q, shrink_k = _shrink(tq, form), _shrink(tk, form)
+    g, late, _early, after, whole = _decays(
+        gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, form
+    )  # fmt: skip
     _keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
+    _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, whole, form)
+    weights = _apart(g, form) * shrink_k[None, :]
+    tl.store(matrices.pair + at, weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form))
+    A = tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0) * _dot(tk, tl.trans(tk), tk, form)
+    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    tl.store(matrices.solve + at, _solve(A, factor, form))
 
 
 @triton.jit
-def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
-    """A chunk's matrices but T with a gate per channel (for RWKV-7 T's place holds A), and one over the lengths."""
+def _chosen_decay(chosen, gates, form: tl.constexpr):
+    """The decay by each row's chosen gates, from the gates in one or two parts of half precision."""
+    high, low = gates
+    found = tl.dot(chosen.to(high.dtype), high)
+    if low is not None:
+        found += tl.dot(chosen.to(low.dtype), low)
+    return tl.exp2(found * 1.4426950408889634)
+
+
+@triton.jit
+def _half_gates(gate, place, rows, depth, tokens, form: tl.constexpr):
+    """The gates of a chunk's rows for products with zeros and ones: exact, or in two parts of float16."""
+    g = _tile(gate, place, rows, depth, tokens, form.K, form.BK)
+    g = tl.where(g < -1000.0, -1000.0, g)  # beyond that nothing remains, and 0 x inf is not a number
+    if gate.data.dtype.element_ty.primitive_bitwidth == 16:
+        return g.to(gate.data.dtype.element_ty), None
+    high = g.to(tl.float16)
+    return high, (g - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _by_blocks(sums, tq, tk, ta, tb, gates, form: tl.constexpr):
+    """As `_by_levels` in half precision: sums of gates are products with zeros and ones, one for both sides of an
+    edge."""
+    C: tl.constexpr = form.C
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    ab, qb, ak, qk = sums
+    for level in range(form.LEVELS):
+        here = _beside(level, C)
+        right = ((i >> level) & 1) == 1
+        near = ((i ^ j) >> level) == 0
+        decay = _chosen_decay(near & ((right & (j <= i)) | ((right == 0) & (j > i))), gates, form)
+        rq, rb = (tq * decay).to(tq.dtype), (tb * decay).to(tb.dtype)
+        ra, cb = rb, tl.trans(rb)
+        if form.LOW:
+            ra = (ta * _chosen_decay(near & right & (j < i), gates, form)).to(ta.dtype)
+        ab += tl.where(here, _dot(ra, cb, tb, form), 0.0)
+        qb += tl.where(here, _dot(rq, cb, tb, form), 0.0)
+        if form.LOW:
+            ck = tl.trans((tk * decay).to(tk.dtype))
+            ak += tl.where(here, _dot(ra, ck, tk, form), 0.0)
+            qk += tl.where(here, _dot(rq, ck, tk, form), 0.0)
+    wide = tq.to(tl.float32)
+    qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
+    if form.LOW:
+        qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
+    return ab, qb, ak, qk
+
+
+@triton.jit
+def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.constexpr):
+    """A chunk's matrices with a gate per channel, its rows with their decays, and one over the lengths."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    from_q, from_k, from_a, from_b, from_g, _beta_at = _heads(q, k, a, b, gate, None, packing, n, h, start, form)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
-        tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
+        tq = _tile(q, from_q, rows, depth, tokens, form.K, form.BK)
+        tk = _tile(k, from_k, rows, depth, tokens, form.K, form.BK)
         ta, tb = tk, tk
         if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        g = _gates(gate, from_g, first, depth, tokens, 0, form)
-        ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+            ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
+            tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
+        if form.SINGLE:
+            g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+        else:
+            gates = _half_gates(gate, from_g, rows, depth, tokens, form)
+            late, after = _chosen_decay(j <= i, gates, form), _chosen_decay(j > i, gates, form)
+            early = late
+            if form.LOW:
+                early = _chosen_decay(j < i, gates, form)
+            whole = tl.sum(tl.where(i == C - 1, late, 0.0), 0)
+            ab, qb, ak, qk = _by_blocks((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
+        _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
+        _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
+        _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
+        if form.LOW:
+            _store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
+        tl.store(matrices.whole + spot * form.K + depth, whole, mask=depth < form.K)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
@@ -359,42 +484,17 @@ def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
         of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+        _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
+        _keep_decays(matrices, spot, of_q, of_k, of_k, 1.0, form)
     at = spot * (C * C) + _square(form)
     tl.store(matrices.pair + at, qb)
+    factor = tl.full([C], -1.0, tl.float32)
     if form.LOW:
-        tl.store(matrices.inverse + at, ab)
         tl.store(matrices.read + at, ak)
         tl.store(matrices.plain + at, qk)
     else:
-        tl.store(matrices.read + at, ab)
-    _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
-
-
-@triton.jit
-def invert_chunks(source, beta, matrices, packing, form: tl.constexpr):
-    """T of a chunk of two times form.C rows, from A in `source`: each half's, and what joins them."""
-    n, h, start, tokens, chunk = find_chunk(packing)
-    C: tl.constexpr = form.C
-    if chunk * (2 * C) >= tokens:
-        return
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    corner = spot * (4 * C * C) + tl.arange(0, C)[:, None] * (2 * C) + tl.arange(0, C)[None, :]
-    other = tl.zeros([C, C], tl.float32)
-    for half in range(2):
-        within = corner + half * (2 * C * C + C)
-        beyond = corner + half * (2 * C * C) + (1 - half) * C  # all zeros for the first half
-        rows = chunk * (2 * C) + half * C + tl.arange(0, C)
-        factor = tl.full([C], 1.0, tl.float32)
-        if beta is not None:
-            factor = -_beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-        inverse = _inverse(tl.load(source + within).to(tl.float32) * factor[:, None], form)
-        across = tl.load(source + beyond).to(tl.float32) * factor[:, None]
-        across = tl.dot(inverse, across, input_precision=form.PRECISION)
-        across = tl.dot(across, other, input_precision=form.PRECISION)
-        tl.store(matrices.inverse + within, inverse)
-        tl.store(matrices.inverse + beyond, across)
-        other = inverse
+        factor = _beta(beta, from_beta, rows, tokens, form)
+    tl.store(matrices.solve + at, _solve(ab, factor, form))
 
 
 @triton.jit
@@ -413,19 +513,22 @@ def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, WIDT
 
 
 @triton.jit
-def _shrink(late, early, after, lengths, chunk, form: tl.constexpr):
-    """The decays of a chunk's rows times one over the rows' lengths, if q and k are normalized."""
-    if form.NORMALIZE:
-        place = lengths + chunk * (2 * form.C) + tl.arange(0, form.C)
-        of_q, of_k = tl.load(place), tl.load(place + form.C)
-        if form.GATE == 2:
-            of_q, of_k = of_q[:, None], of_k[:, None]
-        late, early, after = late * of_q, early * of_k, after * of_k
-    return late, early, after
+def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
+    """What the rows of a chunk are multiplied by in the chains, and what the state is."""
+    of_q, of_a, of_b = 1.0, 1.0, 1.0
+    if form.GATE == 1 or form.NORMALIZE:
+        place = matrices.decays + spot * (3 * form.C) + tl.arange(0, form.C)
+        of_q, of_a, of_b = tl.load(place), tl.load(place + form.C), tl.load(place + 2 * form.C)
+        of_q, of_a, of_b = of_q[:, None], of_a[:, None], of_b[:, None]
+    if form.GATE == 1:
+        whole = tl.load(matrices.whole + spot)
+    else:
+        whole = tl.load(matrices.whole + spot * form.K + depth, mask=depth < form.K, other=0.0)[:, None]
+    return of_q, of_a, of_b, whole
 
 
 @triton.jit
-def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale, form: tl.constexpr):
+def chain_states(reads, v, beta, o, matrices, states, packing, scale, form: tl.constexpr):
     """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk."""
     n, h, start, tokens, kept = _of_chain(packing)
     depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
@@ -438,52 +541,53 @@ def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale,
     state = tl.zeros([BK, BV], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    from_q, from_a, from_b, from_k, from_beta = _read_heads(reads, beta, packing, n, h, start, form)
     from_v = find_head(v, n, h, packing.ends, start)
     to = from_v
     if form.OUT:
         to = find_head(o, n, h, packing.ends, start)
     for chunk in range(tl.cdiv(tokens, form.C)):
-        first = chunk * form.C
-        rows = first + tl.arange(0, form.C)
+        rows = chunk * form.C + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
+        of_q, of_a, of_b, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        tv = _tile(v, from_v, rows, columns, tokens, form.V, BV)
+        low = state.to(tv.dtype)
         if not form.OUT:
-            tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
-        tk = _rows(k, from_k, rows, depth, tokens, form)
-        tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
-        ta, tb = tk, tk
-        if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        x = _reads(ta, early, state, form)
-        missing = tv - x
+            tl.store(states.before + (kept + chunk) * size + spots, low, mask=inside)
+        ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
+        tb = ta
+        if form.GATE == 2:
+            tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
+        x = of_a * _dot(ta, low, tv, form)
+        solve = tl.load(matrices.solve + at)
         if form.LOW:
             x += _dot(tl.load(matrices.read + at), tv, tv, form)
+            u = x + _dot(solve, x, tv, form)
+            solved = u
         else:
-            x = _beta(beta, from_beta, rows, tokens, form)[:, None] * missing
-        u = _dot(tl.load(matrices.inverse + at), x, tv, form)
-        if not form.OUT:
-            kept_rows = u
-            if not form.LOW:
-                kept_rows = missing - _dot(tl.load(matrices.read + at), u, tv, form)
-            _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, kept_rows, form.V)
+            factor = _beta(beta, from_beta, rows, tokens, form)[:, None]
+            x = tv - x
+            solved = x - _dot(solve, factor * x, tv, form)
+            u = factor * solved
         if form.OUT:
-            tq = _rows(q, from_q, rows, depth, tokens, form)
-            out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
+            tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
+            out = of_q * _dot(tq, low, tv, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
             if form.LOW:
                 out += _dot(tl.load(matrices.plain + at), tv, tv, form)
             there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
             tl.store(to + rows.to(tl.int64)[:, None] * o.token + columns[None, :], scale * out, mask=there)
-        state = state * (whole if form.GATE == 1 else whole[:, None]) + _writes(tb, after, u, form)
+        else:
+            _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, solved, form.V)
+        state = state * whole + _dot(tl.trans(tb), of_b * u, tv, form)
         if form.LOW:
-            state += _writes(tk, after, tv, form)
+            tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+            state += _dot(tl.trans(tk), tv, tv, form)
     if states.last is not None:
         tl.store(states.last + ours, state, mask=inside)
 
 
 @triton.jit
-def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr):
+def chain_gradients(reads, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr):
     """As `chain_states` with time reversed: the gradient of the state after each chunk, of the initial state, and of
     v and beta."""
     n, h, start, tokens, kept = _of_chain(packing)
@@ -497,40 +601,43 @@ def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing
     state = tl.zeros([BK, BV], tl.float32)
     if states.first is not None:
         state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    from_q, from_a, from_b, from_k, from_beta = _read_heads(reads, beta, packing, n, h, start, form)
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        first = chunk * form.C
-        rows = first + tl.arange(0, form.C)
+        rows = chunk * form.C + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
-        tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
-        tq = _rows(q, from_q, rows, depth, tokens, form)
-        tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
-        tk = _rows(k, from_k, rows, depth, tokens, form)
-        ta, tb = tk, tk
+        of_q, of_a, of_b, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        tdo = _tile(do, from_do, rows, columns, tokens, form.V, BV)
+        low = state.to(tdo.dtype)
+        tl.store(states.later + (kept + chunk) * size + spots, low, mask=inside)
+        ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
+        tb = ta
+        if form.GATE == 2:
+            tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
+        du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + of_b * _dot(tb, low, tdo, form)
+        solve = tl.trans(tl.load(matrices.solve + at))
         if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
-        dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
-        if form.LOW:
+            dx = du + _dot(solve, du, tdo, form)
             _store_rows(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
-            dv = _dot(tl.trans(tl.load(matrices.read + at)), dx, tdo, form) + _reads(tk, after, state, form)
+            tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+            dv = _dot(tl.trans(tl.load(matrices.read + at)), dx, tdo, form) + _dot(tk, low, tdo, form)
             dv += scale * _dot(tl.trans(tl.load(matrices.plain + at)), tdo, tdo, form)
         else:
+            factor = _beta(beta, from_beta, rows, tokens, form)[:, None]
+            dx = du - _dot(solve, factor * du, tdo, form)
             from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
             solved = tile_at(from_solved, packing.heads * form.V, rows, columns, tokens, form.V)
             part = grads.beta + tl.program_id(0).to(tl.int64) * packing.all_rows
             _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 1)[:, None], 1)
-            dv = _beta(beta, from_beta, rows, tokens, form)[:, None] * dx
+            dv = factor * dx
             dx = -dv
         _store_rows(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
-        state *= whole if form.GATE == 1 else whole[:, None]
-        state += scale * _writes(tq, late, tdo, form) + _writes(ta, early, dx, form)
+        tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
+        state = state * whole + _dot(tl.trans(tq), scale * of_q * tdo, tdo, form)
+        state += _dot(tl.trans(ta), of_a * dx, tdo, form)
     if states.last is not None:
         tl.store(states.last + ours, state, mask=inside)
 
