@@ -37,7 +37,7 @@ class Matrices(NamedTuple):
     read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
-    decays: Any  # with a gate per token: what q and k read by and k writes by, (B, heads, chunks, 3, C) in float32
+    decays: Any  # with a gate per token: the delta rule's rows of q and k read, those of k write by them; and beta: (B, heads, chunks, 4, C) in float32
     whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
 
 
@@ -53,7 +53,7 @@ class Reads(NamedTuple):
 class ChunkStates(NamedTuple):
     first: Any  # (sequences, heads, K, V) in float32, or None: the initial state, or the last state's gradient
     last: Any  # what a pass ends with, or None
-    before: Any  # the state before each chunk, (B, heads, chunks, K, V) in the data's dtype, or None
+    before: Any  # the state before each chunk, (B, heads, chunks, V, K) in the data's dtype, or None
     later: Any  # the gradient of the state after each chunk, likewise
     solved: Any  # rows (B, T, heads, V): U, or U / beta for the delta rule; None where they are not kept
     turned: Any  # the gradient of X, for RWKV-7; the delta rule has it in dv
@@ -152,17 +152,15 @@ def _heads(q, k, a, b, gate, beta, packing, n, h, start, form: tl.constexpr):
 
 
 @triton.jit
-def _read_heads(reads, beta, packing, n, h, start, form: tl.constexpr):
-    """Where a sequence's head begins in the rows of the chains and in beta."""
+def _read_heads(reads, packing, n, h, start, form: tl.constexpr):
+    """Where a sequence's head begins in the rows of the chains."""
     from_q, from_a = find_head(reads.q, n, h, packing.ends, start), find_head(reads.a, n, h, packing.ends, start)
-    from_b, from_k, from_beta = from_a, from_a, from_a
+    from_b, from_k = from_a, from_a
     if form.GATE == 2:
         from_b = find_head(reads.b, n, h, packing.ends, start)
     if form.LOW:
         from_k = find_head(reads.k, n, h, packing.ends, start)
-    else:
-        from_beta = find_head(beta, n, h, packing.ends, start)
-    return from_q, from_a, from_b, from_k, from_beta
+    return from_q, from_a, from_b, from_k
 
 
 @triton.jit
@@ -172,6 +170,15 @@ def _tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.conste
     if WIDTH % BLOCK != 0:
         here = here & (columns < WIDTH)[None, :]
     return tl.load(place + rows.to(tl.int64)[:, None] * x.token + columns[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def _turned_tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_tile`, transposed."""
+    here = (rows < tokens)[None, :]
+    if WIDTH % BLOCK != 0:
+        here = here & (columns < WIDTH)[:, None]
+    return tl.load(place + rows.to(tl.int64)[None, :] * x.token + columns[:, None], mask=here, other=0.0)
 
 
 @triton.jit
@@ -188,6 +195,17 @@ def _shrink(x, form: tl.constexpr):
     if form.NORMALIZE:
         wide = x.to(tl.float32)
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+    return shrink
+
+
+@triton.jit
+def _length(x, pairs, form: tl.constexpr):
+    """As `_shrink`; in half precision from the diagonal of the rows' products, which is where sums of them are cheap."""
+    if form.NORMALIZE and not form.SINGLE:
+        i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+        shrink = tl.rsqrt(tl.sum(tl.where(i == j, pairs, 0.0), 1) + 1e-6)
+    else:
+        shrink = _shrink(x, form)
     return shrink
 
 
@@ -271,36 +289,26 @@ def _edges(late, early, soon, g, level, form: tl.constexpr):
 
 
 @triton.jit
-def _joined(L, part, factor, form: tl.constexpr):
-    """L of blocks twice as large, with `part` of A between their halves: (I - L beta) part (I - beta L)."""
-    left = part - tl.dot(L * _across(factor, L), part, input_precision=form.PRECISION)
-    return L + left - tl.dot(left, _down(factor, L) * L, input_precision=form.PRECISION)
-
-
-@triton.jit
-def _across(factor, like):
-    return factor[:, None, :] if len(like.shape) == 3 else factor[None, :]
-
-
-@triton.jit
-def _down(factor, like):
-    return factor[:, :, None] if len(like.shape) == 3 else factor[:, None]
-
-
-@triton.jit
-def _solve(A, factor, form: tl.constexpr):
-    """L of a chunk, from A below its diagonal and beta."""
+def _solve(A, factor, like, form: tl.constexpr):
+    """L of a chunk, from A below its diagonal and beta: with `part` of A between two halves, that of both halves
+    together is L + (I - L beta) part (I - beta L). Up to 16 rows in float32, then what these products change of `part`
+    is rounded to the data's dtype, as L is."""
     C: tl.constexpr = form.C
+    LEVELS: tl.constexpr = form.LEVELS
     BLOCKS: tl.constexpr = C // 16
     own = tl.arange(0, BLOCKS)[:, None, None, None] == tl.arange(0, BLOCKS)[None, None, :, None]
     square = tl.sum(tl.where(own, tl.reshape(A, (BLOCKS, 16, BLOCKS, 16)), 0.0), 2)
     some = tl.reshape(factor, (BLOCKS, 16))
     L = tl.where(_beside(0, 16)[None, :, :], square, 0.0)
     for level in tl.static_range(1, 4):
-        L = _joined(L, tl.where(_beside(level, 16)[None, :, :], square, 0.0), some, form)
+        part = tl.where(_beside(level, 16)[None, :, :], square, 0.0)
+        part -= tl.dot(L * some[:, None, :], part, input_precision=form.PRECISION)
+        L += part - tl.dot(part, some[:, :, None] * L, input_precision=form.PRECISION)
     L = tl.reshape(tl.where(own, L[:, :, None, :], 0.0), (C, C))
-    for level in tl.static_range(4, form.LEVELS):
-        L = _joined(L, tl.where(_beside(level, C), A, 0.0), factor, form)
+    for level in tl.static_range(4, LEVELS):
+        part = tl.where(_beside(level, C), A, 0.0)
+        part -= _dot(L * factor[None, :], part, like, form)
+        L += part - _dot(part, factor[:, None] * L, like, form)
     return L
 
 
@@ -353,11 +361,12 @@ def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 
 
 @triton.jit
-def _keep_decays(matrices, spot, of_q, of_a, of_b, whole, form: tl.constexpr):
-    place = matrices.decays + spot * (3 * form.C) + tl.arange(0, form.C)
+def _keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.constexpr):
+    place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
     tl.store(place, of_q)
     tl.store(place + form.C, of_a)
     tl.store(place + 2 * form.C, of_b)
+    tl.store(place + 3 * form.C, factor)
     if form.GATE == 1:
         tl.store(matrices.whole + spot, whole)
 
@@ -375,17 +384,18 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     tk = _tile(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     at = spot * (form.C * form.C) + _square(form)
-    shrink_q, shrink_k = _shrink(tq, form), _shrink(tk, form)
+    A = _dot(tk, tl.trans(tk), tk, form)
+    shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
     g, late, _early, after, whole = _decays(
         gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, form
     )  # fmt: skip
     _keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
-    _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, whole, form)
+    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
     weights = _apart(g, form) * shrink_k[None, :]
     tl.store(matrices.pair + at, weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form))
-    A = tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0) * _dot(tk, tl.trans(tk), tk, form)
-    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-    tl.store(matrices.solve + at, _solve(A, factor, form))
+    A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
+    tl.store(matrices.solve + at, _solve(A, factor, tk, form))
 
 
 @triton.jit
@@ -480,12 +490,13 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
-    if form.NORMALIZE:
+    if not form.NORMALIZE:
+        of_q, of_k = of_q + 1.0, of_k + 1.0
+    else:
         of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
         _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
-        _keep_decays(matrices, spot, of_q, of_k, of_k, 1.0, form)
     at = spot * (C * C) + _square(form)
     tl.store(matrices.pair + at, qb)
     factor = tl.full([C], -1.0, tl.float32)
@@ -494,7 +505,8 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         tl.store(matrices.plain + at, qk)
     else:
         factor = _beta(beta, from_beta, rows, tokens, form)
-    tl.store(matrices.solve + at, _solve(ab, factor, form))
+        _keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
+    tl.store(matrices.solve + at, _solve(ab, factor, tk, form))
 
 
 @triton.jit
@@ -513,35 +525,72 @@ def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, WIDT
 
 
 @triton.jit
-def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
-    """What the rows of a chunk are multiplied by in the chains, and what the state is."""
-    of_q, of_a, of_b = 1.0, 1.0, 1.0
-    if form.GATE == 1 or form.NORMALIZE:
-        place = matrices.decays + spot * (3 * form.C) + tl.arange(0, form.C)
-        of_q, of_a, of_b = tl.load(place), tl.load(place + form.C), tl.load(place + 2 * form.C)
-        of_q, of_a, of_b = of_q[:, None], of_a[:, None], of_b[:, None]
-    if form.GATE == 1:
-        whole = tl.load(matrices.whole + spot)
-    else:
-        whole = tl.load(matrices.whole + spot * form.K + depth, mask=depth < form.K, other=0.0)[:, None]
-    return of_q, of_a, of_b, whole
+def _store_turned(tensor, packing, n, h, start, rows, columns, tokens, found, WIDTH: tl.constexpr):
+    at = _own_rows(tensor, packing, n, h, start, WIDTH) + (rows.to(tl.int64) * packing.heads)[None, :] * WIDTH
+    tl.store(at + columns[:, None], found, mask=(rows < tokens)[None, :] & (columns < WIDTH)[:, None])
 
 
 @triton.jit
-def chain_states(reads, v, beta, o, matrices, states, packing, scale, form: tl.constexpr):
-    """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk."""
-    n, h, start, tokens, kept = _of_chain(packing)
-    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
-    spots = depth[:, None] * form.V + columns[None, :]
-    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
-    size: tl.constexpr = form.K * form.V
-    ours = tl.program_id(1).to(tl.int64) * size + spots
+def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
+    """What the rows of a chunk are multiplied by in the chains, and what the state is."""
+    of_q, of_a, of_b, factor = 1.0, 1.0, 1.0, 1.0
+    if not form.LOW:
+        place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+        of_q, of_a, of_b = tl.load(place), tl.load(place + form.C), tl.load(place + 2 * form.C)
+        of_q, of_a, of_b, factor = of_q[None, :], of_a[None, :], of_b[None, :], tl.load(place + 3 * form.C)[None, :]
+    if form.GATE == 1:
+        whole = tl.load(matrices.whole + spot)
+    else:
+        whole = tl.load(matrices.whole + spot * form.K + depth, mask=depth < form.K, other=0.0)[None, :]
+    return of_q, of_a, of_b, factor, whole
+
+
+@triton.jit
+def _first_state(first, pair, depth, columns, form: tl.constexpr):
+    """A state of (K, V) turned to (V, K), or zeros."""
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
-    state = tl.zeros([BK, BV], tl.float32)
-    if states.first is not None:
-        state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_a, from_b, from_k, from_beta = _read_heads(reads, beta, packing, n, h, start, form)
+    state = tl.zeros([BV, BK], tl.float32)
+    if first is not None:
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        at = first + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+        state = tl.load(at, mask=inside, other=0.0)
+    return state
+
+
+@triton.jit
+def _keep_last(last, pair, state, depth, columns, tokens, form: tl.constexpr):
+    if last is not None:
+        none = tl.minimum(tokens, 0)  # 0 that keeps the compiler from holding these places through the loop
+        depth, columns = depth + none, columns + none
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        at = last + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+        tl.store(at, state, mask=inside)
+
+
+@triton.jit
+def _keep_state(place, state, depth, columns, form: tl.constexpr):
+    """A chunk's state of (V, K)."""
+    at = place + columns[:, None] * form.K + depth[None, :]
+    if form.K % form.BK == 0 and form.V % form.BV == 0:
+        tl.store(at, state)
+    else:
+        tl.store(at, state, mask=(depth < form.K)[None, :] & (columns < form.V)[:, None])
+
+
+@triton.jit
+def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constexpr):
+    """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk.
+
+    All is transposed: what one product leaves in registers is the left side of the next, without a way through shared
+    memory."""
+    n, h, start, tokens, kept = _of_chain(packing)
+    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    size: tl.constexpr = form.K * form.V
+    BK: tl.constexpr = form.BK
+    BV: tl.constexpr = form.BV
+    state = _first_state(states.first, tl.program_id(1), depth, columns, form)
+    from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_v = find_head(v, n, h, packing.ends, start)
     to = from_v
     if form.OUT:
@@ -549,59 +598,53 @@ def chain_states(reads, v, beta, o, matrices, states, packing, scale, form: tl.c
     for chunk in range(tl.cdiv(tokens, form.C)):
         rows = chunk * form.C + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
-        of_q, of_a, of_b, whole = _chunk_decays(matrices, kept + chunk, depth, form)
-        tv = _tile(v, from_v, rows, columns, tokens, form.V, BV)
+        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        tv = _turned_tile(v, from_v, rows, columns, tokens, form.V, BV)
         low = state.to(tv.dtype)
         if not form.OUT:
-            tl.store(states.before + (kept + chunk) * size + spots, low, mask=inside)
+            _keep_state(states.before + (kept + chunk) * size, low, depth, columns, form)
         ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
         tb = ta
         if form.GATE == 2:
             tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
-        x = of_a * _dot(ta, low, tv, form)
-        solve = tl.load(matrices.solve + at)
+        x = of_a * _dot(low, tl.trans(ta), tv, form)
+        solve = tl.trans(tl.load(matrices.solve + at))
         if form.LOW:
-            x += _dot(tl.load(matrices.read + at), tv, tv, form)
-            u = x + _dot(solve, x, tv, form)
+            x += _dot(tv, tl.trans(tl.load(matrices.read + at)), tv, form)
+            u = x + _dot(x, solve, tv, form)
             solved = u
         else:
-            factor = _beta(beta, from_beta, rows, tokens, form)[:, None]
             x = tv - x
-            solved = x - _dot(solve, factor * x, tv, form)
+            solved = x - _dot(factor * x, solve, tv, form)
             u = factor * solved
         if form.OUT:
             tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
-            out = of_q * _dot(tq, low, tv, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
+            out = of_q * _dot(low, tl.trans(tq), tv, form)
+            out += _dot(u, tl.trans(tl.load(matrices.pair + at)), tv, form)
             if form.LOW:
-                out += _dot(tl.load(matrices.plain + at), tv, tv, form)
-            there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-            tl.store(to + rows.to(tl.int64)[:, None] * o.token + columns[None, :], scale * out, mask=there)
+                out += _dot(tv, tl.trans(tl.load(matrices.plain + at)), tv, form)
+            there = (rows < tokens)[None, :] & (columns < form.V)[:, None]
+            tl.store(to + rows.to(tl.int64)[None, :] * o.token + columns[:, None], scale * out, mask=there)
         else:
-            _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, solved, form.V)
-        state = state * whole + _dot(tl.trans(tb), of_b * u, tv, form)
+            _store_turned(states.solved, packing, n, h, start, rows, columns, tokens, solved, form.V)
+        state = state * whole + _dot(of_b * u, tb, tv, form)
         if form.LOW:
             tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
-            state += _dot(tl.trans(tk), tv, tv, form)
-    if states.last is not None:
-        tl.store(states.last + ours, state, mask=inside)
+            state += _dot(tv, tk, tv, form)
+    _keep_last(states.last, tl.program_id(1), state, depth, columns, tokens, form)
 
 
 @triton.jit
-def chain_gradients(reads, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr):
+def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl.constexpr):
     """As `chain_states` with time reversed: the gradient of the state after each chunk, of the initial state, and of
     v and beta."""
     n, h, start, tokens, kept = _of_chain(packing)
     depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
-    spots = depth[:, None] * form.V + columns[None, :]
-    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     size: tl.constexpr = form.K * form.V
-    ours = tl.program_id(1).to(tl.int64) * size + spots
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
-    state = tl.zeros([BK, BV], tl.float32)
-    if states.first is not None:
-        state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_a, from_b, from_k, from_beta = _read_heads(reads, beta, packing, n, h, start, form)
+    state = _first_state(states.first, tl.program_id(1), depth, columns, form)
+    from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
@@ -609,37 +652,37 @@ def chain_gradients(reads, beta, do, matrices, states, grads, packing, scale, fo
         chunk = chunks - 1 - step
         rows = chunk * form.C + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
-        of_q, of_a, of_b, whole = _chunk_decays(matrices, kept + chunk, depth, form)
-        tdo = _tile(do, from_do, rows, columns, tokens, form.V, BV)
+        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        tdo = _turned_tile(do, from_do, rows, columns, tokens, form.V, BV)
         low = state.to(tdo.dtype)
-        tl.store(states.later + (kept + chunk) * size + spots, low, mask=inside)
+        _keep_state(states.later + (kept + chunk) * size, low, depth, columns, form)
         ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
         tb = ta
         if form.GATE == 2:
             tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
-        du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + of_b * _dot(tb, low, tdo, form)
-        solve = tl.trans(tl.load(matrices.solve + at))
+        du = of_b * _dot(low, tl.trans(tb), tdo, form) + scale * _dot(tdo, tl.load(matrices.pair + at), tdo, form)
+        solve = tl.load(matrices.solve + at)
         if form.LOW:
-            dx = du + _dot(solve, du, tdo, form)
-            _store_rows(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
+            dx = du + _dot(du, solve, tdo, form)
+            _store_turned(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
             tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
-            dv = _dot(tl.trans(tl.load(matrices.read + at)), dx, tdo, form) + _dot(tk, low, tdo, form)
-            dv += scale * _dot(tl.trans(tl.load(matrices.plain + at)), tdo, tdo, form)
+            dv = _dot(dx, tl.load(matrices.read + at), tdo, form) + _dot(low, tl.trans(tk), tdo, form)
+            dv += scale * _dot(tdo, tl.load(matrices.plain + at), tdo, form)
         else:
-            factor = _beta(beta, from_beta, rows, tokens, form)[:, None]
-            dx = du - _dot(solve, factor * du, tdo, form)
+            dx = du - _dot(factor * du, solve, tdo, form)
             from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-            solved = tile_at(from_solved, packing.heads * form.V, rows, columns, tokens, form.V)
+            there = (rows < tokens)[None, :] & (columns < form.V)[:, None]
+            place = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
+            solved = tl.load(place, mask=there, other=0.0)
             part = grads.beta + tl.program_id(0).to(tl.int64) * packing.all_rows
-            _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 1)[:, None], 1)
+            _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
             dv = factor * dx
             dx = -dv
-        _store_rows(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
+        _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
         tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
-        state = state * whole + _dot(tl.trans(tq), scale * of_q * tdo, tdo, form)
-        state += _dot(tl.trans(ta), of_a * dx, tdo, form)
-    if states.last is not None:
-        tl.store(states.last + ours, state, mask=inside)
+        state = state * whole + _dot(scale * of_q * tdo, tq, tdo, form)
+        state += _dot(of_a * dx, ta, tdo, form)
+    _keep_last(states.last, tl.program_id(1), state, depth, columns, tokens, form)
 
 
 @triton.jit
@@ -651,7 +694,7 @@ def _sum_by_states(x, step, states, at, rows, depth, tokens, form: tl.constexpr,
         columns = part * form.BV + tl.arange(0, form.BV)
         tile = tile_at(x, step, rows, columns, tokens, form.V)
         inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
-        state = tl.load(states + at + depth[None, :] * form.V + columns[:, None], mask=inside, other=0.0)
+        state = tl.load(states + at + columns[:, None] * form.K + depth[None, :], mask=inside, other=0.0)
         found += _dot(tile, state, tile, form)
     return found
 
@@ -674,10 +717,10 @@ def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
     found = tl.zeros([WIDTH], tl.float32)
     for part in range((form.V + form.BV - 1) // form.BV):
         columns = part * form.BV + tl.arange(0, form.BV)
-        spots = depth[:, None] * form.V + columns[None, :]
-        inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+        spots = columns[:, None] * form.K + depth[None, :]
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
         before = tl.load(states.before + at + spots, mask=inside, other=0.0).to(tl.float32)
-        found += tl.sum(before * tl.load(states.later + at + spots, mask=inside, other=0.0).to(tl.float32), 1)
+        found += tl.sum(before * tl.load(states.later + at + spots, mask=inside, other=0.0).to(tl.float32), 0)
     return found
 
 

@@ -111,7 +111,7 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
     data: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
     lengths = torch.empty((B, HV, chunks, 2, C), **wide) if call.normalize else None
-    decays = torch.empty((B, HV, chunks, 3, C), **wide) if call.normalize or gate == 1 else None
+    decays = None if low else torch.empty((B, HV, chunks, 4, C), **wide)
     whole = torch.empty((B, HV, chunks) if gate == 1 else (B, HV, chunks, K), **wide)
     matrices = Matrices(*squares, *[None] * (4 - len(squares)), lengths, decays, whole)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
@@ -133,9 +133,9 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
 
 
 def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
-    form, beta = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None), plan.tensors[6]
+    form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
     launch(
-        chain_states, plan.chains, plan.reads, plan.tensors[2], beta, call.rows(o), plan.matrices, states,
+        chain_states, plan.chains, plan.reads, plan.tensors[2], call.rows(o), plan.matrices, states,
         plan.packing, call.scale, form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ def delta_bwd(
     call = DeltaCall(*inputs)
     plan = prepare(call, tiles_of(call, True))
     B, _, HV, V = call.v.shape
-    shape = B, HV, plan.packing.chunks, call.k.shape[3], V
+    shape = B, HV, plan.packing.chunks, V, call.k.shape[3]
     fresh: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     before, later, solved = torch.empty(shape, **fresh), torch.empty(shape, **fresh), torch.empty(dv.shape, **fresh)
     turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
@@ -168,7 +168,7 @@ def delta_bwd(
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
     grads = Grads(dq, dk, dv, dg, sums, da, db)
     launch(
-        chain_gradients, plan.chains, plan.reads, beta, rows, plan.matrices,
+        chain_gradients, plan.chains, plan.reads, rows, plan.matrices,
         ChunkStates(dlast, dfirst, None, later, solved, turned), grads, plan.packing, call.scale,
         form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
     )  # fmt: skip
