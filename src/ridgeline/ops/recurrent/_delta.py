@@ -175,10 +175,7 @@ def _tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.conste
 @triton.jit
 def _turned_tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """As `_tile`, transposed."""
-    here = (rows < tokens)[None, :]
-    if WIDTH % BLOCK != 0:
-        here = here & (columns < WIDTH)[:, None]
-    return tl.load(place + rows.to(tl.int64)[None, :] * x.token + columns[:, None], mask=here, other=0.0)
+    return tl.trans(_tile(x, place, rows, columns, tokens, WIDTH, BLOCK))
 
 
 @triton.jit
@@ -289,7 +286,7 @@ def _edges(late, early, soon, g, level, form: tl.constexpr):
 
 
 @triton.jit
-def _solve(A, factor, like, form: tl.constexpr):
+def _solve(A, factor, KIND: tl.constexpr, form: tl.constexpr):
     """L of a chunk, from A below its diagonal and beta: with `part` of A between two halves, that of both halves
     together is L + (I - L beta) part (I - beta L). Up to 16 rows in float32, then what these products change of `part`
     is rounded to the data's dtype, as L is."""
@@ -307,8 +304,8 @@ def _solve(A, factor, like, form: tl.constexpr):
     L = tl.reshape(tl.where(own, L[:, :, None, :], 0.0), (C, C))
     for level in tl.static_range(4, LEVELS):
         part = tl.where(_beside(level, C), A, 0.0)
-        part -= _dot(L * factor[None, :], part, like, form)
-        L += part - _dot(part, factor[:, None] * L, like, form)
+        part -= tl.dot((L * factor[None, :]).to(KIND), part.to(KIND), input_precision=form.PRECISION)
+        L += part - tl.dot(part.to(KIND), (factor[:, None] * L).to(KIND), input_precision=form.PRECISION)
     return L
 
 
@@ -395,52 +392,64 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     weights = _apart(g, form) * shrink_k[None, :]
     tl.store(matrices.pair + at, weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form))
     A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
-    tl.store(matrices.solve + at, _solve(A, factor, tk, form))
+    tl.store(matrices.solve + at, _solve(A, factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
-def _chosen_decay(chosen, gates, form: tl.constexpr):
-    """The decay by each row's chosen gates, from the gates in one or two parts of half precision."""
-    high, low = gates
-    found = tl.dot(chosen.to(high.dtype), high)
-    if low is not None:
-        found += tl.dot(chosen.to(low.dtype), low)
+def _between(low, beyond, C: tl.constexpr):
+    """The columns from each row's `low` and before its `beyond`, by one comparison."""
+    away = tl.arange(0, C)[None, :] - low[:, None]
+    return away.to(tl.uint32, bitcast=True) < (beyond - low)[:, None].to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _chosen_decay(low, beyond, gates, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The decay by the gates of rows `low` to `beyond` - 1, from the gates in one or two parts of half precision."""
+    high, rest = gates
+    chosen = _between(low, beyond, C).to(high.dtype)
+    found = tl.dot(chosen, high)
+    if SPLIT:
+        found += tl.dot(chosen, rest)
     return tl.exp2(found * 1.4426950408889634)
 
 
 @triton.jit
-def _half_gates(gate, place, rows, depth, tokens, form: tl.constexpr):
+def _half_gates(gate, place, rows, depth, tokens, SPLIT: tl.constexpr, form: tl.constexpr):
     """The gates of a chunk's rows for products with zeros and ones: exact, or in two parts of float16."""
     g = _tile(gate, place, rows, depth, tokens, form.K, form.BK)
-    g = tl.where(g < -1000.0, -1000.0, g)  # beyond that nothing remains, and 0 x inf is not a number
-    if gate.data.dtype.element_ty.primitive_bitwidth == 16:
-        return g.to(gate.data.dtype.element_ty), None
-    high = g.to(tl.float16)
-    return high, (g - high.to(tl.float32)).to(tl.float16)
+    high = tl.where(g < -1000.0, -1000.0, g).to(g.dtype)  # nothing remains beyond, and 0 x inf is not a number
+    low = high
+    if SPLIT:
+        wide = high.to(tl.float32)
+        high = wide.to(tl.float16)
+        low = (wide - high.to(tl.float32)).to(tl.float16)
+    return high, low
 
 
 @triton.jit
-def _by_blocks(sums, tq, tk, ta, tb, gates, form: tl.constexpr):
+def _by_blocks(sums, tq, tk, ta, tb, gates, SPLIT: tl.constexpr, form: tl.constexpr):
     """As `_by_levels` in half precision: sums of gates are products with zeros and ones, one for both sides of an
     edge."""
     C: tl.constexpr = form.C
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    row = tl.arange(0, C)
     ab, qb, ak, qk = sums
     for level in range(form.LEVELS):
-        here = _beside(level, C)
-        right = ((i >> level) & 1) == 1
-        near = ((i ^ j) >> level) == 0
-        decay = _chosen_decay(near & ((right & (j <= i)) | ((right == 0) & (j > i))), gates, form)
+        block = (row >> level) << level
+        right = ((row >> level) & 1) == 1
+        here = _between(tl.where(right, block - (1 << level), 0), tl.where(right, block, 0), C)
+        low, beyond = tl.where(right, block, row + 1), tl.where(right, row + 1, block + (1 << level))
+        decay = _chosen_decay(low, beyond, gates, C, SPLIT)
         rq, rb = (tq * decay).to(tq.dtype), (tb * decay).to(tb.dtype)
         ra, cb = rb, tl.trans(rb)
         if form.LOW:
-            ra = (ta * _chosen_decay(near & right & (j < i), gates, form)).to(ta.dtype)
+            ra = (ta * _chosen_decay(block, row, gates, C, SPLIT)).to(ta.dtype)
         ab += tl.where(here, _dot(ra, cb, tb, form), 0.0)
         qb += tl.where(here, _dot(rq, cb, tb, form), 0.0)
         if form.LOW:
             ck = tl.trans((tk * decay).to(tk.dtype))
             ak += tl.where(here, _dot(ra, ck, tk, form), 0.0)
             qk += tl.where(here, _dot(rq, ck, tk, form), 0.0)
+    i, j = row[:, None], row[None, :]
     wide = tq.to(tl.float32)
     qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
     if form.LOW:
@@ -457,9 +466,9 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    SPLIT: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
@@ -470,23 +479,27 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         if form.LOW:
             ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
             tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
+        row = tl.arange(0, C)
         if form.SINGLE:
-            g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+            gates, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         else:
-            gates = _half_gates(gate, from_g, rows, depth, tokens, form)
-            late, after = _chosen_decay(j <= i, gates, form), _chosen_decay(j > i, gates, form)
+            gates = _half_gates(gate, from_g, rows, depth, tokens, SPLIT, form)
+            late = _chosen_decay(0 * row, row + 1, gates, C, SPLIT)
+            after = _chosen_decay(row + 1, 0 * row + C, gates, C, SPLIT)
             early = late
             if form.LOW:
-                early = _chosen_decay(j < i, gates, form)
-            whole = tl.sum(tl.where(i == C - 1, late, 0.0), 0)
-            ab, qb, ak, qk = _by_blocks((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
+                early = _chosen_decay(0 * row, row, gates, C, SPLIT)
+            whole = tl.sum(tl.where(row[:, None] == C - 1, late, 0.0), 0)
         _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
         _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
         _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
         if form.LOW:
             _store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
         tl.store(matrices.whole + spot * form.K + depth, whole, mask=depth < form.K)
+        if form.SINGLE:
+            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
+        else:
+            ab, qb, ak, qk = _by_blocks((ab, qb, ak, qk), tq, tk, ta, tb, gates, SPLIT, form)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
@@ -506,7 +519,7 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
     else:
         factor = _beta(beta, from_beta, rows, tokens, form)
         _keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
-    tl.store(matrices.solve + at, _solve(ab, factor, tk, form))
+    tl.store(matrices.solve + at, _solve(ab, factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
