@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._levels import crossings
+from ridgeline.ops.recurrent._levels import chosen_sums, crossings
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, sums_of, tile_at
 
 
@@ -781,46 +781,77 @@ def _diagonal(x, form: tl.constexpr):
 
 
 @triton.jit
-def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form: tl.constexpr):
-    """The delta rule with a gate per token: a chunk's gradients of q, k and the gate."""
+def _across_gates(both, form: tl.constexpr):
+    """For each gate the sum over pairs of an earlier row and this row or a later one."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    if form.SINGLE:
+        later = tl.cumsum(both, 0, reverse=True)
+    else:
+        later = chosen_sums(j >= i, both, both.to(tl.float16) if form.PRECISION == "tf32x3" else both.to(tl.bfloat16))
+    return tl.sum(tl.where(i > j, later, 0.0), 1)
+
+
+@triton.jit
+def _through_lengths(found, x, shrink, form: tl.constexpr):
+    """From the gradient of rows whose lengths are constants that of the rows."""
+    if form.NORMALIZE:
+        wide = x.to(tl.float32)
+        found -= wide * (shrink * shrink * tl.sum(found * wide, 1))[:, None]
+    return found
+
+
+@triton.jit
+def gradients_by_token(q, k, gate, do, matrices, states, grads, packing, scale, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's gradients of q, k and the gate. One over the lengths of q and k
+    is part of the weights of pairs and of the rows' decays."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     BK: tl.constexpr = form.BK
+    C: tl.constexpr = form.C
     depth = tl.arange(0, BK)
-    rows = first + tl.arange(0, form.C)
-    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-    place = find_head(gate, n, h, packing.ends, start)
-    g, late, _early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    rows = first + tl.arange(0, C)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    at = spot * (form.K * form.V)
+    of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, spot, depth, form)
+    of_q, of_a, of_b = tl.reshape(of_q, (C,)), tl.reshape(of_a, (C,)), tl.reshape(of_b * factor, (C,))
+    shrink_q, shrink_k = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if form.NORMALIZE:
+        place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
+        shrink_q, shrink_k = tl.load(place), tl.load(place + C)
     from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
     from_dv = _own_rows(grads.v, packing, n, h, start, form.V)
     from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.K * form.V)
-    weights = _apart(g, form) * factor[None, :]
-    of_q = weights * scale * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
-    of_k = tl.where(i > j, -weights, 0.0) * _sum_of_pairs(from_dv, step, from_solved, step, rows, tokens, form)
-    both = _dot(tq, tl.trans(tk), tk, form) * of_q + _dot(tk, tl.trans(tk), tk, form) * of_k
-    later = tl.cumsum(both, 0, reverse=True)  # over pairs of an earlier row and this row or a later one
-    dg = tl.sum(tl.where(i > j, later, 0.0), 1) + whole * tl.sum(_held(states, at, depth, form, BK), 0)
-    of_q, of_k = of_q.to(tk.dtype), of_k.to(tk.dtype)
-    dq = (scale * late)[:, None] * _sum_by_states(from_do, do.token, states.before, at, rows, depth, tokens, form, BK)
-    since = tl.sum(tq * dq, 1)
-    dq = _unit_gradient(dq + _dot(of_q, tk, tk, form), tq, shrink_q, form)
-    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
-    dk = -late[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, depth, tokens, form, BK)
-    since += tl.sum(tk * dk, 1)
-    db = (after * factor)[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BK)
+    tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
+    tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
+    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
+    weights = _apart(g, form) * factor * shrink_k[None, :]
+    pairs_q = weights * (scale * shrink_q)[:, None]
+    pairs_q *= _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
+    both = _dot(tq, tl.trans(tk), tk, form) * pairs_q
+    pairs_k = tl.where(i > j, -weights * shrink_k[:, None], 0.0)
+    pairs_k *= _sum_of_pairs(from_dv, step, from_solved, step, rows, tokens, form)
+    both += _dot(tk, tl.trans(tk), tk, form) * pairs_k
+    dg = _across_gates(both, form)
+    pairs_q, pairs_k = pairs_q.to(tk.dtype), pairs_k.to(tk.dtype)
+    dq = (scale * of_q)[:, None] * _sum_by_states(
+        from_do, do.token, states.before, at, rows, depth, tokens, form, BK
+    )  # fmt: skip
+    dk = -of_a[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, depth, tokens, form, BK)
+    since = tl.sum(tq * dq + tk * dk, 1)
+    dq = _through_lengths(dq + _dot(pairs_q, tk, tk, form), tq, shrink_q, form)
+    db = of_b[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BK)
     until = tl.sum(tk * db, 1)
-    dk += db + _dot(of_k, tk, tk, form)
-    turned = _dot(tl.trans(tq), of_q, tk, form)  # Hopper cannot transpose a sum for another product
-    dk += tl.trans(turned + _dot(tl.trans(tk), of_k, tk, form))
-    dk = _unit_gradient(dk, tk, shrink_k, form)
-    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+    dk += db + _dot(pairs_k, tk, tk, form)
+    turned = _dot(tl.trans(tq), pairs_q, tk, form)  # Hopper cannot transpose a sum for another product
+    dk += tl.trans(turned + _dot(tl.trans(tk), pairs_k, tk, form))
+    dg += whole * tl.sum(_held(states, at, depth, form, BK), 0)
     dg += tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
+    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+    dk = _through_lengths(dk, tk, shrink_k, form)
+    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
     _store_rows(grads.g, packing, n, h, start, rows, tl.arange(0, 1), tokens, dg[:, None], 1)
 
 

@@ -58,24 +58,32 @@ class Tiles(NamedTuple):
     slice: int  # columns of v at a time in a program of one chunk
     channels: int  # at a time, where each has its gate
     warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
-    stages: int
+    stages: tuple[int, int]  # of the chains and the gradients
+    registers: int | None = None  # at most, in the kernel of the matrices
 
 
 def tiles_of(call: DeltaCall, backward: bool) -> Tiles:
     gpu, gate = device.of(call.v), call.g.dim() - 2
-    return delta_tiles(gpu, call.v.dtype, gate, call.k.shape[3], call.v.shape[3], backward)
+    return delta_tiles(gpu, call.v.dtype, (gate, call.a is not None, backward), call.k.shape[3], call.v.shape[3])
 
 
-def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, K: int, V: int, backward: bool) -> Tiles:
+def delta_tiles(gpu: device.Device, dtype: torch.dtype, kind: tuple[int, bool, bool], K: int, V: int) -> Tiles:
+    """kind: 1 or 2 for a gate per token or channel; whether a and b are given; backward."""
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    gate, low, backward = kind
     if gpu.backend == "cpu":  # the interpreter: several chunks and slices
-        return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), 1)
+        return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), (1, 1))
     if dtype == torch.float32:
-        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), 1)
-    if gpu.capability == 90 and max(BK, BV) <= 128 and (gate == 1 or not backward):
-        return Tiles(64, BV, min(BV, 64), BK if gate == 1 else min(BK, 64), (4, 8, 8), 2)
+        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), (1, 1))
+    if gpu.capability == 90 and max(BK, BV) <= 128:
+        wide = 8 if BV > 64 else 4  # a warp for 16 columns of v
+        if gate == 1:
+            return Tiles(64, BV, min(BV, 64), BK, (4, wide, 8), (3, 2), 168)
+        if not backward and not low:
+            return Tiles(64, BV, min(BV, 64), min(BK, 64), (4, wide, 8), (3, 1))
+        return Tiles(32, BV, min(BV, 32), 16, (4, wide, 4), (3, 1))  # more channels or warps spill far more
     BV = min(BV, 64 if BK <= 128 else 32)
-    return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
+    return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), (1, 1))
 
 
 class Plan(NamedTuple):
@@ -125,6 +133,8 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
         (-(-V // tiles.chain), sequences * HV), tensors, reads, matrices,
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
+    if tiles.registers is not None:
+        facts["maxnreg"] = tiles.registers
     if gate == 1:
         launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, plan.packing, **facts)
     else:
@@ -136,7 +146,7 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
     form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
     launch(
         chain_states, plan.chains, plan.reads, plan.tensors[2], call.rows(o), plan.matrices, states,
-        plan.packing, call.scale, form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+        plan.packing, call.scale, form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages[0],
     )  # fmt: skip
 
 
@@ -170,13 +180,14 @@ def delta_bwd(
     launch(
         chain_gradients, plan.chains, plan.reads, rows, plan.matrices,
         ChunkStates(dlast, dfirst, None, later, solved, turned), grads, plan.packing, call.scale,
-        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages[0],
     )  # fmt: skip
     states = ChunkStates(None, None, before, later, solved, turned)
-    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages}
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     if plan.form.GATE == 1:
         launch(
-            gradients_by_token, plan.parallel, q, k, g, beta, rows, states, grads, plan.packing, call.scale, **facts
+            gradients_by_token, plan.parallel, q, k, g, rows, plan.matrices, states, grads, plan.packing, call.scale,
+            **facts,
         )  # fmt: skip
     else:
         launch(
