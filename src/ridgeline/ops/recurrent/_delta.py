@@ -10,8 +10,9 @@ that the chunk corrects by:
     o = scale (e^G q S + P U + N V),  S' = e^{G_C} S + (e^{G_C - G} b)^T U + (e^{G_C - G} k)^T V
 
 Rows read by e^G k (delta) or e^{G_{i-1}} a. The delta rule has b = k there, and no M, N and last term. P, N and M weigh
-q with b, q with k and a with k. L, below its diagonal, has (I + A beta)^-1 = I - L beta and (I + beta A)^-1 = I - beta L;
-RWKV-7 has -1 for beta. So one matrix serves both ways, with no division by beta, and the diagonal of ones is exact.
+q with b, q with k and a with k. L, below its diagonal, has (I + A beta)^-1 = I - L beta and (I + beta A)^-1 =
+I - beta L; RWKV-7 has -1 for beta. So one matrix serves both ways, nothing is divided by beta, and the diagonal of ones
+is exact.
 The kernels: the matrices of all chunks, the states in order, their gradients in reverse order, and all other gradients,
 a chunk each. L is made by halves: that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that
 are alike lose nothing; up to 16 rows all blocks are a batch of products.
@@ -37,7 +38,7 @@ class Matrices(NamedTuple):
     read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
-    decays: Any  # with a gate per token: the delta rule's rows of q and k read, those of k write by them; and beta: (B, heads, chunks, 4, C) in float32
+    decays: Any  # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta
     whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
 
 
@@ -197,7 +198,7 @@ def _shrink(x, form: tl.constexpr):
 
 @triton.jit
 def _length(x, pairs, form: tl.constexpr):
-    """As `_shrink`; in half precision from the diagonal of the rows' products, which is where sums of them are cheap."""
+    """As `_shrink`; in half precision from the diagonal of the rows' products, where the sums are cheap."""
     if form.NORMALIZE and not form.SINGLE:
         i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
         shrink = tl.rsqrt(tl.sum(tl.where(i == j, pairs, 0.0), 1) + 1e-6)

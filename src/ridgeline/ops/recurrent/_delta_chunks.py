@@ -118,10 +118,11 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
     wide: dict[str, Any] = {"dtype": torch.float32, "device": call.v.device}
     data: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
+    read, plain = squares[2:] if low else (None, None)
     lengths = torch.empty((B, HV, chunks, 2, C), **wide) if call.normalize else None
     decays = None if low else torch.empty((B, HV, chunks, 4, C), **wide)
     whole = torch.empty((B, HV, chunks) if gate == 1 else (B, HV, chunks, K), **wide)
-    matrices = Matrices(*squares, *[None] * (4 - len(squares)), lengths, decays, whole)
+    matrices = Matrices(squares[0], squares[1], read, plain, lengths, decays, whole)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     q, k, _, a, b, g, beta = tensors
     reads = Reads(q, k, k, None)
