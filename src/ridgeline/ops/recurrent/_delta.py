@@ -415,6 +415,35 @@ def _chosen_decay(low, beyond, gates, C: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
+def _edge_decay(level, gates, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The decay of rows in right blocks of 2^level rows since the block began, of those in left ones until it ends."""
+    row = tl.arange(0, C)
+    block, right = (row >> level) << level, ((row >> level) & 1) == 1
+    low, beyond = tl.where(right, block, row + 1), tl.where(right, row + 1, block + (1 << level))
+    return _chosen_decay(low, beyond, gates, C, SPLIT)
+
+
+@triton.jit
+def _early_decay(level, gates, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The decay since the block of 2^level rows began, without the row's own gate."""
+    row = tl.arange(0, C)
+    return _chosen_decay((row >> level) << level, row, gates, C, SPLIT)
+
+
+@triton.jit
+def _half_decays(gates, SPLIT: tl.constexpr, form: tl.constexpr):
+    """As `_decays`, from `_half_gates`."""
+    C: tl.constexpr = form.C
+    row = tl.arange(0, C)
+    late = _chosen_decay(0 * row, row + 1, gates, C, SPLIT)
+    after = _chosen_decay(row + 1, 0 * row + C, gates, C, SPLIT)
+    early = late
+    if form.LOW:
+        early = _chosen_decay(0 * row, row, gates, C, SPLIT)
+    return late, early, after, tl.sum(tl.where(row[:, None] == C - 1, late, 0.0), 0)
+
+
+@triton.jit
 def _half_gates(gate, place, rows, depth, tokens, SPLIT: tl.constexpr, form: tl.constexpr):
     """The gates of a chunk's rows for products with zeros and ones: exact, or in two parts of float16."""
     g = _tile(gate, place, rows, depth, tokens, form.K, form.BK)
@@ -435,15 +464,13 @@ def _by_blocks(sums, tq, tk, ta, tb, gates, SPLIT: tl.constexpr, form: tl.conste
     row = tl.arange(0, C)
     ab, qb, ak, qk = sums
     for level in range(form.LEVELS):
-        block = (row >> level) << level
-        right = ((row >> level) & 1) == 1
+        block, right = (row >> level) << level, ((row >> level) & 1) == 1
         here = _between(tl.where(right, block - (1 << level), 0), tl.where(right, block, 0), C)
-        low, beyond = tl.where(right, block, row + 1), tl.where(right, row + 1, block + (1 << level))
-        decay = _chosen_decay(low, beyond, gates, C, SPLIT)
+        decay = _edge_decay(level, gates, C, SPLIT)
         rq, rb = (tq * decay).to(tq.dtype), (tb * decay).to(tb.dtype)
         ra, cb = rb, tl.trans(rb)
         if form.LOW:
-            ra = (ta * _chosen_decay(block, row, gates, C, SPLIT)).to(ta.dtype)
+            ra = (ta * _early_decay(level, gates, C, SPLIT)).to(ta.dtype)
         ab += tl.where(here, _dot(ra, cb, tb, form), 0.0)
         qb += tl.where(here, _dot(rq, cb, tb, form), 0.0)
         if form.LOW:
@@ -480,17 +507,11 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         if form.LOW:
             ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
             tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
-        row = tl.arange(0, C)
         if form.SINGLE:
             gates, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         else:
             gates = _half_gates(gate, from_g, rows, depth, tokens, SPLIT, form)
-            late = _chosen_decay(0 * row, row + 1, gates, C, SPLIT)
-            after = _chosen_decay(row + 1, 0 * row + C, gates, C, SPLIT)
-            early = late
-            if form.LOW:
-                early = _chosen_decay(0 * row, row, gates, C, SPLIT)
-            whole = tl.sum(tl.where(row[:, None] == C - 1, late, 0.0), 0)
+            late, early, after, whole = _half_decays(gates, SPLIT, form)
         _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
         _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
         _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
@@ -739,15 +760,23 @@ def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
-    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself."""
+def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, SPLIT: tl.constexpr, form: tl.constexpr):
+    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself.
+    g: the gates, in half precision those of `_half_gates`."""
     dqb, dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = pairs
     C: tl.constexpr = form.C
     dq, da, db, dk, dg = sums
-    late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
+    if form.SINGLE:
+        late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
     for level in range(form.LEVELS):
         here, there = _beside(level, C), _beside(level, C, True)
-        since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
+        if form.SINGLE:
+            since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
+        else:
+            since = _edge_decay(level, g, C, SPLIT)
+            since_a, until = since, since
+            if form.LOW:
+                since_a = _early_decay(level, g, C, SPLIT)
         rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
         of_q = since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
         of_a = since_a * _dot(tl.where(here, dab, 0.0), cb, tb, form)
@@ -771,7 +800,8 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
         dq += of_q
         da += of_a
         dg += sums_of(crossings(level, C, False), terms + tq * of_q, tb, form)
-        late, early, soon = _edges(late, early, soon, g, level, form)
+        if form.SINGLE:
+            late, early, soon = _edges(late, early, soon, g, level, form)
     return dq, da, db, dk, dg
 
 
@@ -878,13 +908,18 @@ def _slice_gradients(
         ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
         tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
     place = find_head(gate, n, h, packing.ends, start)
-    g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    SPLIT: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    if form.SINGLE:
+        g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    else:
+        g = _half_gates(gate, place, rows, depth, tokens, SPLIT, form)
+        late, early, after, whole = _half_decays(g, SPLIT, form)
     dq = scale * late * _sum_by_states(from_do, do_step, states.before, at, rows, depth, tokens, form, BS)
     da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
     db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
     db *= factor[:, None]
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    dg = tl.zeros_like(g) + (whole * _held(states, at, depth, form, BS))[None, :]
+    dg = tl.zeros_like(late) + (whole * _held(states, at, depth, form, BS))[None, :]
     dk = db
     if form.LOW:
         from_v = find_head(v, n, h, packing.ends, start)
@@ -893,7 +928,7 @@ def _slice_gradients(
         dg += sums_of(j > i, ta * da, tb, form)  # a row's own gate follows its read
     else:
         dg += sums_of(j >= i, tq * dq + ta * da, tb, form) + sums_of(j < i, tb * db, tb, form)
-    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, form)
+    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, SPLIT, form)
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
     own = _diagonal(pairs[0], form)
     dq += own * tb
