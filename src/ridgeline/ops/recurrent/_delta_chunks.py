@@ -101,7 +101,8 @@ class Plan(NamedTuple):
 
 def _solver(call: DeltaCall) -> str:
     """The precision of the float32 products that solve a chunk; other products take the data's dtype."""
-    half = {torch.bfloat16: "tf32", torch.float16: "tf32x3"}
+    thrice = "ieee" if device.of(call.v).backend == "hip" else "tf32x3"  # AMD's compiler has no tf32x3
+    half = {torch.bfloat16: "tf32", torch.float16: thrice}
     return half.get(call.v.dtype, call.precision)
 
 
