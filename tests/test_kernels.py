@@ -87,7 +87,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("gated_delta_rule", "triton", "gradients_by_channel", "sm_90"): (608, "float16 at 8 columns; untimed"),
     ("rwkv7", "triton", "chain_states", "sm_90"): (300, "float32 at 8 columns; untimed"),
     ("rwkv7", "triton", "pairs_by_channel", "sm_90"): (264, "float32 at 8 columns; untimed"),
-    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2440, "float32 at 8 columns, 848 in bfloat16; untimed"),
+    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2660, "float32 at 8 columns, 848 in bfloat16; untimed"),
     **{
         (name, "triton", kernel, arch): (most, "as sm_90's, of tiles untimed there")
         for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
