@@ -38,7 +38,8 @@ class Plan(NamedTuple):
     call: _chunks.Call
     form: PairForm
     packing: Packing
-    grid: tuple[int, int]  # of the kernels that run over all chunks
+    grid: tuple[int, int]  # of chunks: of a head, and heads
+    programs: int  # of the kernels that run over all chunks
     warps: int  # of these
 
 
@@ -57,7 +58,7 @@ def own_tiles(gpu: device.Device, K: int, V: int) -> tuple[int, int, int]:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     if gpu.backend == "cpu":
         return 16, 16, 4
-    return min(BK, 32), min(BV, 64), 8 if gpu.capability == 90 else 4
+    return min(BK, 64 if gpu.capability == 90 else 32), min(BV, 64), 4
 
 
 def prepare(call: _chunks.Call) -> Plan:
@@ -66,7 +67,15 @@ def prepare(call: _chunks.Call) -> Plan:
     BS, BV, warps = own_tiles(gpu, K, V)
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
     form = PairForm(K, V, BS, BV, C, C.bit_length() - 1, call.u is not None)
-    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV), warps)
+    programs = min(gpu.multiprocessors * 4, chunks * B * HV)
+    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV), programs, warps)
+
+
+def _everywhere(plan: Plan, kernel: Any, *args: Any) -> None:
+    """Starts a kernel that takes all chunks, and gives its programs room for sums of gates."""
+    form, count = plan.form, plan.grid[0] * plan.grid[1]
+    room = torch.empty((plan.programs, form.C, form.K), dtype=torch.float32, device=plan.call.q.device)
+    launch(kernel, (plan.programs,), *args, room, count, form=form, num_warps=plan.warps, num_stages=1)
 
 
 def own_weights(plan: Plan) -> Prepared:
@@ -77,7 +86,7 @@ def own_weights(plan: Plan) -> Prepared:
     sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
     made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
-    launch(own_pairs, grid, *args, made, plan.packing, form=form, num_warps=plan.warps, num_stages=1)
+    _everywhere(plan, own_pairs, *args, made, plan.packing)
     return made
 
 
@@ -137,10 +146,7 @@ def bwd(
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
     del marks
     args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
-    launch(
-        own_gradients, grid, *args, Own(dq, dk, dg, ends, partial), plan.packing, call.scale, form=form,
-        num_warps=plan.warps, num_stages=1,
-    )  # fmt: skip
+    _everywhere(plan, own_gradients, *args, Own(dq, dk, dg, ends, partial), plan.packing, call.scale)
     if partial is not None and du is not None:
         torch.sum(partial, (0, 2), out=du)
 
