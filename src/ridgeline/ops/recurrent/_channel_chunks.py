@@ -75,7 +75,11 @@ def _everywhere(plan: Plan, kernel: Any, *args: Any) -> None:
     """Starts a kernel that takes all chunks, and gives its programs room for sums of gates."""
     form, count = plan.form, plan.grid[0] * plan.grid[1]
     room = torch.empty((plan.programs, form.C, form.K), dtype=torch.float32, device=plan.call.q.device)
-    launch(kernel, (plan.programs,), *args, room, count, form=form, num_warps=plan.warps, num_stages=1)
+    facts = {"num_warps": plan.warps, "num_stages": 1}
+    import os
+    if os.environ.get("REGS"):
+        facts["maxnreg"] = int(os.environ["REGS"])
+    launch(kernel, (plan.programs,), *args, room, count, form=form, **facts)
 
 
 def own_weights(plan: Plan) -> Prepared:

@@ -97,6 +97,14 @@ def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr)
 
 
 @triton.jit
+def _mixed(of_q, of_k, sums, depth, there, level, form: tl.constexpr):
+    """q's rows in right blocks and k's in left ones, with their decays to the edges between the blocks."""
+    decay = edge_decay(sums, depth, level, form.K, form.C, form.SHIFT)
+    mixed = tl.load(tl.where(right_rows(level, form.C), of_q, of_k) + depth[None, :], mask=there, other=0.0)
+    return (mixed * decay).to(mixed.dtype)
+
+
+@triton.jit
 def _pairs_of(q, k, gate, bonus, made, packing, room, spot, n, h, start, tokens, first, form: tl.constexpr):
     C: tl.constexpr = form.C
     K: tl.constexpr = form.K
@@ -110,16 +118,17 @@ def _pairs_of(q, k, gate, bonus, made, packing, room, spot, n, h, start, tokens,
     inside = (first + row < tokens)[:, None]
     of_q = from_q + (first + row).to(tl.int64)[:, None] * q.token
     of_k = from_k + (first + row).to(tl.int64)[:, None] * k.token
-    for step in range(form.LEVELS):
-        level = form.LEVELS - 1 - step
-        rows = tl.where(right_rows(level, C), of_q, of_k)
-        scores = tl.zeros([C, C], tl.float32)
-        for part in range((K + BS - 1) // BS):
-            depth = part * BS + tl.arange(0, BS)
-            mixed = tl.load(rows + depth[None, :], mask=inside & (depth < K)[None, :], other=0.0)
-            mixed = (mixed * edge_decay(sums, depth, level, K, C, form.SHIFT)).to(mixed.dtype)
-            scores = tl.dot(mixed, tl.trans(mixed), scores)
-        found = tl.where((i ^ j) < (2 << level), scores, found)  # the levels below write over the rest
+    for part in range((K + BS - 1) // BS):
+        depth = part * BS + tl.arange(0, BS)
+        there = inside & (depth < K)[None, :]
+        ours = tl.zeros([C, C], tl.float32)
+        mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1, form)
+        for step in range(1, form.LEVELS):
+            scores = tl.dot(mixed, tl.trans(mixed))
+            mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1 - step, form)
+            ours = tl.where((i ^ j) < (2 * C >> step), scores, ours)  # the levels below write over the rest
+        ours = tl.where((i ^ j) < 2, tl.dot(mixed, tl.trans(mixed)), ours)
+        found += ours
     diagonal = tl.zeros([C], tl.float32)
     for part in range((K + BS - 1) // BS):
         depth = part * BS + tl.arange(0, BS)

@@ -42,7 +42,7 @@ def keep_sums(place, gate, from_g, first, tokens, K: tl.constexpr, BS: tl.conste
 
 @triton.jit
 def _sums_at(place, row, depth, K: tl.constexpr):
-    return tl.load(place + row[:, None] * K + depth[None, :], mask=(row >= 0)[:, None] & (depth < K)[None, :], other=0.0)
+    return tl.load(place + row[:, None] * K + depth[None, :], mask=(depth < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -54,13 +54,18 @@ def whole_sums(place, depth, K: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def decay_since(place, depth, K: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr):
     """Of each row the decay since the chunk began; with SHIFT without the row's own gate."""
-    return tl.exp2(-tl.abs(_sums_at(place, tl.arange(0, C) - (1 if SHIFT else 0), depth, K)))
+    row = tl.arange(0, C)
+    if SHIFT:
+        G = tl.where((row > 0)[:, None], _sums_at(place, tl.maximum(row - 1, 0), depth, K), 0.0)
+    else:
+        G = _sums_at(place, row, depth, K)
+    return tl.exp2(G)
 
 
 @triton.jit
 def decay_until(place, depth, K: tl.constexpr, C: tl.constexpr):
     """Of each row the decay until the chunk ends."""
-    return tl.exp2(-tl.abs(whole_sums(place, depth, K, C)[None, :] - _sums_at(place, tl.arange(0, C), depth, K)))
+    return tl.exp2(whole_sums(place, depth, K, C)[None, :] - _sums_at(place, tl.arange(0, C), depth, K))
 
 
 @triton.jit
@@ -68,9 +73,11 @@ def edge_decay(place, depth, level, K: tl.constexpr, C: tl.constexpr, SHIFT: tl.
     """Of rows in right blocks the decay since the edge between the blocks (with SHIFT without the row's own gate), of
     left ones until it."""
     row = tl.arange(0, C)
+    right = ((row >> level) & 1) == 1
     edge = (((row >> level) | 1) << level) - 1
-    own = row - ((row >> level) & 1) if SHIFT else row
-    return tl.exp2(-tl.abs(_sums_at(place, own, depth, K) - _sums_at(place, edge, depth, K)))
+    later = tl.where(right, row - 1 if SHIFT else row, edge)
+    earlier = tl.where(right, edge, row)
+    return tl.exp2(_sums_at(place, later, depth, K) - _sums_at(place, earlier, depth, K))
 
 
 @triton.jit
