@@ -1,4 +1,4 @@
-"""Starts of `_channels.py`: `triton_levels` of the ops with a gate per channel, in half precision."""
+"""Starts of `_channels.py`: the chunk engine of the ops with a gate per channel, in half precision."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _chunks
-from ridgeline.ops.recurrent._channels import Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
+from ridgeline.ops.recurrent._channels import Masks, Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
 from ridgeline.ops.recurrent._delta import Packing
+from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None
+import os
+EXTRA = {"maxnreg": int(os.environ["REGS"])} if "REGS" in os.environ else {}
 
 
 class ChannelPass(NamedTuple):
@@ -75,11 +78,16 @@ def _everywhere(plan: Plan, kernel: Any, *args: Any) -> None:
     """Starts a kernel that takes all chunks, and gives its programs room for sums of gates."""
     form, count = plan.form, plan.grid[0] * plan.grid[1]
     room = torch.empty((plan.programs, form.C, form.K), dtype=torch.float32, device=plan.call.q.device)
-    facts = {"num_warps": plan.warps, "num_stages": 1}
-    import os
-    if os.environ.get("REGS"):
-        facts["maxnreg"] = int(os.environ["REGS"])
-    launch(kernel, (plan.programs,), *args, room, count, form=form, **facts)
+    launch(kernel, (plan.programs,), *args, room, count, form=form, num_warps=plan.warps, num_stages=1, **EXTRA)
+
+
+def _masks(plan: Plan) -> Masks:
+    q, form = plan.call.q, plan.form
+    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    shape = form.LEVELS + 2, form.C, form.C
+    made = Masks(*(torch.empty(shape, dtype=t, device=q.device) for t in (torch.float16, q.dtype, wide)))
+    launch(write_masks, (shape[0],), made, C=form.C, LEVELS=form.LEVELS, SHIFT=form.SHIFT, num_warps=4)
+    return made
 
 
 def own_weights(plan: Plan) -> Prepared:
@@ -139,7 +147,8 @@ def bwd(
     call = _chunks.Call(*inputs)
     q, k, v, plan = call.q, call.k, call.v, prepare(call)
     form, grid = plan.form, plan.grid
-    marks = torch.empty((*grid, form.V, form.K), dtype=q.dtype, device=q.device)
+    kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
+    marks = torch.empty((*grid, form.V, form.K), dtype=kept, device=q.device)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     ends, partial = torch.empty((*grid, form.K), **fresh), None
     if du is not None:
@@ -150,13 +159,7 @@ def bwd(
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
     del marks
     args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
-    _everywhere(plan, own_gradients, *args, Own(dq, dk, dg, ends, partial), plan.packing, call.scale)
+    args = *args, Own(dq, dk, dg, ends, partial), _masks(plan), plan.packing, call.scale
+    launch(own_gradients, (grid[0] * grid[1],), *args, form=form, num_warps=4, num_stages=1, **EXTRA)
     if partial is not None and du is not None:
         torch.sum(partial, (0, 2), out=du)
-
-
-def refusal(*args: Any, **_: Any) -> str | None:
-    """Why these kernels do not take a call that `triton` takes, or None."""
-    if len(args) < 4 or not isinstance(args[3], torch.Tensor) or args[3].dim() != 4:
-        return "the gate must be one per channel"
-    return "one token is a decoder's step, which `triton` serves" if args[0].shape[1] == 1 else None

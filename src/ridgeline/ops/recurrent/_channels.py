@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.recurrent._levels import (
-    add_chosen,
-    crossings,
+    add_crossing,
     decay_since,
     decay_until,
     edge_decay,
-    joined,
     keep_sums,
+    mask_at,
+    masked_decay,
     right_rows,
+    split_gates,
     whole_sums,
 )
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, finish, first_state, tile_at
@@ -56,6 +57,14 @@ class Own(NamedTuple):
     g: Any  # float32
     ends: Any  # of all chunks: states times the later chunks' gradient of them, summed over v, float32
     bonus: Any  # each chunk's part of du (chunks, heads, K), or None
+
+
+class Masks(NamedTuple):
+    """(levels + 2, C, C), by `write_masks`."""
+
+    gates: Any  # float16
+    joined: Any  # without the last two
+    crossings: Any  # in bfloat16, or for float16 data in float32
 
 
 @triton.jit
@@ -164,66 +173,57 @@ def _products(do, v, n, h, start, rows, tokens, packing, form: tl.constexpr):
 
 
 @triton.jit
-def own_gradients(q, k, v, gate, bonus, do, grads, packing, scale, room, count, form: tl.constexpr):
-    """Adds to all chunks' dq and dk their own pairs' part, and makes the gate's gradient. room, count: as own_pairs."""
-    for spot in range(tl.program_id(0), count, tl.num_programs(0)):
-        n, h, start, tokens, first = _find(packing, spot)
-        if first < tokens:
-            both = scale * _products(do, v, n, h, start, first + tl.arange(0, form.C), tokens, packing, form)
-            _gradients_of(
-                q, k, gate, bonus, both, grads, packing, room, tl.cast(spot, tl.int64), n, h, start, tokens, first, form
-            )
-
-
-@triton.jit
-def _gradients_of(
-    q, k, gate, bonus, both, grads, packing, room, spot, n, h, start, tokens, first, form: tl.constexpr
-):  # fmt: skip
+def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: tl.constexpr):
+    """Adds to a chunk's dq and dk their own pairs' part, and makes the gate's gradient."""
+    spot = tl.program_id(0)
+    n, h, start, tokens, first = _find(packing, spot)
+    if first >= tokens:
+        return
     C: tl.constexpr = form.C
     K: tl.constexpr = form.K
     BS: tl.constexpr = form.BS
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
+    both = scale * _products(do, v, n, h, start, first + row, tokens, packing, form)
     diagonal = tl.sum(tl.where(i == j, both, 0.0), 1)[:, None]
     both = both.to(q.data.dtype.element_ty)
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
-    sums = room + tl.program_id(0) * (C * K)
-    keep_sums(sums, gate, find_head(gate, n, h, packing.ends, start), first, tokens, K, BS, C)
+    from_g = find_head(gate, n, h, packing.ends, start)
     base = start if packing.ends is not None else start + n.to(tl.int64) * packing.tokens
     ours = ((base + first + row) * packing.heads + h)[:, None] * K
-    of_q = from_q + (first + row).to(tl.int64)[:, None] * q.token
-    of_k = from_k + (first + row).to(tl.int64)[:, None] * k.token
     for part in range((K + BS - 1) // BS):
         depth = part * BS + tl.arange(0, BS)
         inside = (first + row < tokens)[:, None] & (depth < K)[None, :]
+        tq = tile_at(from_q, q.token, first + row, depth, tokens, K)
+        tk = tile_at(from_k, k.token, first + row, depth, tokens, K)
+        g = tile_at(from_g, gate.token, first + row, depth, tokens, K)
+        high, low = split_gates(g)
+        wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
         dq, dk, dg = tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32)
         for level in range(form.LEVELS):
             right = right_rows(level, C)
-            decay = edge_decay(sums, depth, level, K, C, form.SHIFT)
-            mixed = tl.load(tl.where(right, of_q, of_k) + depth[None, :], mask=inside, other=0.0)
-            near = (mixed * decay).to(mixed.dtype)
-            found = tl.dot(tl.where(joined(level, C), both, 0.0), near)
-            dg = add_chosen(dg, crossings(level, C, form.SHIFT), near * found, near)
-            found *= decay
-            dq += tl.where(right, found, 0.0)
-            dk += tl.where(right, 0.0, found)
-        tq = tl.load(of_q + depth[None, :], mask=inside, other=0.0)
-        tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
+            decay = masked_decay(masks, level, high, low, wide, C)
+            mixed = tl.where(right, tq, tk)
+            weights = both * mask_at(masks.joined, level, C)
+            found = decay * tl.dot(weights, (mixed * decay).to(tq.dtype))
+            dg = add_crossing(dg, masks, level, mixed * found, C)
+            dq += tl.where(right, 1.0, 0.0) * found
+            dk += tl.where(right, 0.0, 1.0) * found
         at = ours + depth[None, :]
-        u = _bonus(bonus, gate, h, depth, form)
-        mine = diagonal * u[None, :]
-        given = tl.load(grads.q + at, mask=inside, other=0.0) * decay_since(sums, depth, K, C, form.SHIFT)
-        dg = add_chosen(dg, j > i if form.SHIFT else j >= i, tq * given, tq)
+        mine = diagonal * _bonus(bonus, gate, h, depth, form)[None, :]
+        since = masked_decay(masks, form.LEVELS, high, low, wide, C)
+        given = tl.load(grads.q + at, mask=inside, other=0.0) * since
+        dg = add_crossing(dg, masks, form.LEVELS, tq * given, C)
         tl.store(grads.q + at, dq + given + mine * tk, mask=inside)
-        given = tl.load(grads.k + at, mask=inside, other=0.0) * decay_until(sums, depth, K, C)
-        dg = add_chosen(dg, j < i, tk * given, tq)
+        until = masked_decay(masks, form.LEVELS + 1, high, low, wide, C)
+        given = tl.load(grads.k + at, mask=inside, other=0.0) * until
+        dg = add_crossing(dg, masks, form.LEVELS + 1, tk * given, C)
         tl.store(grads.k + at, dk + given + mine * tq, mask=inside)
-        dg += tl.load(grads.ends + spot * K + depth, mask=depth < K, other=0.0)[None, :]
+        dg += tl.load(grads.ends + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)[None, :]
         tl.store(grads.g + at, dg, mask=inside)
         if grads.bonus is not None:
             pair = tl.sum(diagonal * tq.to(tl.float32) * tk.to(tl.float32), 0)
-            tl.store(grads.bonus + (spot * K + depth), pair, mask=depth < K)
-    tl.debug_barrier()  # the next chunk writes over the sums
+            tl.store(grads.bonus + (spot.to(tl.int64) * K + depth), pair, mask=depth < K)
 
 
 @triton.jit

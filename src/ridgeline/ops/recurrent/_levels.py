@@ -30,12 +30,10 @@ def keep_sums(place, gate, from_g, first, tokens, K: tl.constexpr, BS: tl.conste
     for part in range((K + BS - 1) // BS):
         depth = part * BS + tl.arange(0, BS)
         g = tile_at(from_g, gate.token, first + row, depth, tokens, K)
-        wide = g.to(tl.float32)
-        wide = tl.where(wide < -104.0, -104.0, wide)  # where e^g is 0 already; a NaN stays
-        high = wide.to(tl.float16)
+        high, low = split_gates(g)
         G = tl.dot(summed, high)
         if g.dtype.primitive_bitwidth > 16:
-            G = tl.dot(summed, (wide - high.to(tl.float32)).to(tl.float16), G)
+            G = tl.dot(summed, low, G)
         tl.store(place + row[:, None] * K + depth[None, :], G * 1.4426950408889634, mask=(depth < K)[None, :])
     tl.debug_barrier()
 
@@ -103,10 +101,55 @@ def crossings(level, C: tl.constexpr, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def add_chosen(found, chosen, x, like):
-    """Adds the sums of the chosen rows of x, in bfloat16's range."""
-    if like.dtype == tl.bfloat16:
-        found = tl.dot(tl.where(chosen, 1.0, 0.0).to(tl.bfloat16), x.to(tl.bfloat16), found)
+def write_masks(masks, C: tl.constexpr, LEVELS: tl.constexpr, SHIFT: tl.constexpr):
+    """Zeros and ones that products take from memory, which costs less than to compare rows again and again. Of a level
+    the gates between a row and its edge, and the pairs that it joins; and after all levels the gates since the chunk
+    began and those until it ends."""
+    level = tl.program_id(0)
+    r, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    at = level * (C * C) + r * C + t
+    if level < LEVELS:
+        between = crossings(level, C, SHIFT)
+        tl.store(masks.joined + at, tl.where(joined(level, C), 1.0, 0.0))
+    elif level == LEVELS:
+        between = r < t if SHIFT else r <= t
     else:
-        found = tl.dot(tl.where(chosen, 1.0, 0.0), x, found, input_precision="tf32")
+        between = r > t
+    ones = tl.where(between, 1.0, 0.0)
+    tl.store(masks.crossings + at, ones)
+    tl.store(masks.gates + level * (C * C) + t * C + r, ones)
+
+
+@triton.jit
+def mask_at(masks, level, C: tl.constexpr):
+    return tl.load(masks + level * (C * C) + tl.arange(0, C)[:, None] * C + tl.arange(0, C)[None, :])
+
+
+@triton.jit
+def split_gates(g):
+    """Gates as one float16 tile, or where they are wider as two that add up to them."""
+    wide = g.to(tl.float32)
+    wide = tl.where(wide < -104.0, -104.0, wide)  # where e^g is 0 already; a NaN stays
+    high = wide.to(tl.float16)
+    return high, (wide - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def masked_decay(masks, level, high, low, WIDE: tl.constexpr, C: tl.constexpr):
+    """Of each row e to the sum of the gates that a mask chooses, where products leave their sums."""
+    chosen = mask_at(masks.gates, level, C)
+    found = tl.dot(chosen, high)
+    if WIDE:
+        found = tl.dot(chosen, low, found)
+    return tl.exp2(found * 1.4426950408889634)
+
+
+@triton.jit
+def add_crossing(found, masks, level, x, C: tl.constexpr):
+    """Adds the sums of the rows of x that a mask chooses, in bfloat16's range."""
+    chosen = mask_at(masks.crossings, level, C)
+    if chosen.dtype == tl.bfloat16:
+        found = tl.dot(chosen, x.to(tl.bfloat16), found)
+    else:
+        found = tl.dot(chosen, x, found, input_precision="tf32")
     return found
