@@ -16,8 +16,6 @@ from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None
-import os
-EXTRA = {"maxnreg": int(os.environ["REGS"])} if "REGS" in os.environ else {}
 
 
 class ChannelPass(NamedTuple):
@@ -41,9 +39,20 @@ class Plan(NamedTuple):
     call: _chunks.Call
     form: PairForm
     packing: Packing
-    grid: tuple[int, int]  # of chunks: of a head, and heads
-    programs: int  # of the kernels that run over all chunks
-    warps: int  # of these
+    grid: tuple[int, int]  # chunks of a head, and heads
+
+    @property
+    def chunks(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+class Tiles(NamedTuple):
+    """Of a kernel that runs over all chunks."""
+
+    channels: int  # at a time
+    columns: int  # of v at a time
+    facts: dict[str, int]  # warps, and the most registers of a thread
+    programs: int  # to a multiprocessor, if they take several chunks each
 
 
 def channel_tiles(gpu: device.Device, D: int, N: int) -> tuple[int, int, int, int]:
@@ -56,32 +65,31 @@ def channel_tiles(gpu: device.Device, D: int, N: int) -> tuple[int, int, int, in
     return min(BN, 64 if BD <= 128 else 32), 64, 4 if BD <= 128 else 8, 2  # two programs a multiprocessor
 
 
-def own_tiles(gpu: device.Device, K: int, V: int) -> tuple[int, int, int]:
-    """Returns channels at a time, v's columns at a time and warps for the kernels of a chunk's own pairs."""
-    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+def pair_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
+    """The tiles of `own_pairs`."""
+    BK = max(16, triton.next_power_of_2(K))
     if gpu.backend == "cpu":
-        return 16, 16, 4
-    return min(BK, 64 if gpu.capability == 90 else 32), min(BV, 64), 4
+        return Tiles(16, 16, {"num_warps": 4}, 2)
+    if gpu.capability != 90:
+        return Tiles(min(BK, 32), 16, {"num_warps": 4}, 4)
+    return Tiles(min(BK, 128), 16, {"num_warps": 8, "maxnreg": 128}, 2)
+
+
+def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
+    """The tiles of `own_gradients`."""
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), {"num_warps": 4}, 1)
 
 
 def prepare(call: _chunks.Call) -> Plan:
     (B, T, HV, V), K, gpu, N = call.v.shape, call.q.shape[3], device.of(call.q), call.sequences
     C = channel_tiles(gpu, K, V)[1]
-    BS, BV, warps = own_tiles(gpu, K, V)
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
-    form = PairForm(K, V, BS, BV, C, C.bit_length() - 1, call.u is not None)
-    programs = min(gpu.multiprocessors * 4, chunks * B * HV)
-    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV), programs, warps)
+    form = PairForm(K, V, 0, 0, C, C.bit_length() - 1, call.u is not None)
+    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV))
 
 
-def _everywhere(plan: Plan, kernel: Any, *args: Any) -> None:
-    """Starts a kernel that takes all chunks, and gives its programs room for sums of gates."""
-    form, count = plan.form, plan.grid[0] * plan.grid[1]
-    room = torch.empty((plan.programs, form.C, form.K), dtype=torch.float32, device=plan.call.q.device)
-    launch(kernel, (plan.programs,), *args, room, count, form=form, num_warps=plan.warps, num_stages=1, **EXTRA)
-
-
-def _masks(plan: Plan) -> Masks:
+def make_masks(plan: Plan) -> Masks:
     q, form = plan.call.q, plan.form
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     shape = form.LEVELS + 2, form.C, form.C
@@ -98,7 +106,12 @@ def own_weights(plan: Plan) -> Prepared:
     sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
     made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
-    _everywhere(plan, own_pairs, *args, made, plan.packing)
+    gpu = device.of(call.q)
+    tiles = pair_tiles(gpu, form.K, form.V)
+    programs = min(gpu.multiprocessors * tiles.programs, plan.chunks)
+    room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
+    form = form._replace(BS=tiles.channels, BV=tiles.columns)
+    launch(own_pairs, (programs,), *args, made, plan.packing, room, plan.chunks, form=form, num_stages=1, **tiles.facts)
     return made
 
 
@@ -159,7 +172,9 @@ def bwd(
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
     del marks
     args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
-    args = *args, Own(dq, dk, dg, ends, partial), _masks(plan), plan.packing, call.scale
-    launch(own_gradients, (grid[0] * grid[1],), *args, form=form, num_warps=4, num_stages=1, **EXTRA)
+    tiles = gradient_tiles(device.of(q), form.K, form.V)
+    form = form._replace(BS=tiles.channels, BV=tiles.columns)
+    args = *args, Own(dq, dk, dg, ends, partial), make_masks(plan), plan.packing, call.scale
+    launch(own_gradients, (plan.chunks,), *args, form=form, num_stages=1, **tiles.facts)
     if partial is not None and du is not None:
         torch.sum(partial, (0, 2), out=du)

@@ -189,13 +189,13 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
     both = both.to(q.data.dtype.element_ty)
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
     from_g = find_head(gate, n, h, packing.ends, start)
+    of_q = from_q + (first + row).to(tl.int64)[:, None] * q.token
+    of_k = from_k + (first + row).to(tl.int64)[:, None] * k.token
     base = start if packing.ends is not None else start + n.to(tl.int64) * packing.tokens
     ours = ((base + first + row) * packing.heads + h)[:, None] * K
     for part in range((K + BS - 1) // BS):
         depth = part * BS + tl.arange(0, BS)
         inside = (first + row < tokens)[:, None] & (depth < K)[None, :]
-        tq = tile_at(from_q, q.token, first + row, depth, tokens, K)
-        tk = tile_at(from_k, k.token, first + row, depth, tokens, K)
         g = tile_at(from_g, gate.token, first + row, depth, tokens, K)
         high, low = split_gates(g)
         wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
@@ -203,12 +203,14 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
         for level in range(form.LEVELS):
             right = right_rows(level, C)
             decay = masked_decay(masks, level, high, low, wide, C)
-            mixed = tl.where(right, tq, tk)
+            mixed = tl.load(tl.where(right, of_q, of_k) + depth[None, :], mask=inside, other=0.0)
             weights = both * mask_at(masks.joined, level, C)
-            found = decay * tl.dot(weights, (mixed * decay).to(tq.dtype))
+            found = decay * tl.dot(weights, (mixed * decay).to(mixed.dtype))
             dg = add_crossing(dg, masks, level, mixed * found, C)
             dq += tl.where(right, 1.0, 0.0) * found
             dk += tl.where(right, 0.0, 1.0) * found
+        tq = tl.load(of_q + depth[None, :], mask=inside, other=0.0)
+        tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
         at = ours + depth[None, :]
         mine = diagonal * _bonus(bonus, gate, h, depth, form)[None, :]
         since = masked_decay(masks, form.LEVELS, high, low, wide, C)
