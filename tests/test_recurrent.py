@@ -158,7 +158,9 @@ def test_ssd_with_everything(device: str) -> None:
 
 @pytest.mark.parametrize("kind", ["channel", "rwkv6"])
 @pytest.mark.parametrize("case", ["1", "17", "33 in segments", "packed", "packed in segments", "down to -60", "wide"])
-def test_a_gate_per_channel_in_half_precision(kind: str, case: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gate_per_channel_in_half_precision(
+    kind: str, case: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its engine is another one: remainders, packed sequences, segments, strong gates, gates in float32."""
     T = int(case) if case.isdigit() else 41
     function, args = inputs(kind, 1, T, device, low=-60.0 if "60" in case else -1.0)
