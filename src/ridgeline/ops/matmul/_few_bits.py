@@ -164,20 +164,29 @@ def fwd(
         config=config,
         key=key,
     )
+    add(y, parts, bias, activation, lambda: config()["SPLITS"], key)
+
+
+def add(
+    y: torch.Tensor, parts: torch.Tensor, bias: _Maybe, activation: str, splits: Callable[[], int], key: Any,
+    least: int = 2,
+) -> None:  # fmt: skip
+    """y = activation(the sum of the parts of K + bias), if there are at least so many parts."""
+    (M, N), facts = y.shape, early(device.of(y))
     early_start: dict[str, Any] = {"launch_pdl": True} if facts["PDL"] else {}
 
     def adders(c: dict[str, Any]) -> tuple[int, int]:
-        return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] > 1 else 0, M)
+        return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] >= least else 0, M)
 
     launch(
         _add,
         adders,
-        *(y, parts, epilogue, M, N),
-        RULES=rules,
+        *(y, parts, Epilogue(None, bias, None), M, N),
+        RULES=Rules("", False, False, "", facts["PDL"], 0),
         ACTIVATION=activation,
         BLOCK=256,
         **early_start,
-        config=lambda: {"SPLITS": config()["SPLITS"]},
+        config=lambda: {"SPLITS": splits()},
         key=key,
     )
 
