@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from ridgeline.ops.attention.hopper.mask import cut_columns
 from ridgeline.ops.attention.hopper.pipeline import flat, sequence_row, uniform
 from ridgeline.ops.attention.hopper.products import operand_layout, sums_layout
 from ridgeline.ops.attention.hopper.softmax import rescale
@@ -172,14 +173,15 @@ def piece(n, p: gl.constexpr, room):
 @gluon.jit
 def scores(n, odd, zero, room):
     """The products of all queries with the tile in place n."""
+    here = uniform(0)  # else each instruction's descriptor is kept in registers, more than there are
     mbarrier.wait(room.ready.index(n * PIECES), odd)
     s = warpgroup_mma(
-        flat(room.q.index(0)), piece(n, 0, room).permute((1, 0)), zero, use_acc=False, is_async=True
+        flat(room.q.index(here)), piece(here + n, 0, room).permute((1, 0)), zero, use_acc=False, is_async=True
     )
     mbarrier.wait(room.ready.index(n * PIECES + 1), odd)
-    s = warpgroup_mma(flat(room.q.index(1)), piece(n, 1, room).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(flat(room.q.index(here + 1)), piece(here + n, 1, room).permute((1, 0)), s, is_async=True)
     mbarrier.wait(room.ready.index(n * PIECES + 2), odd)
-    s = warpgroup_mma(flat(room.q_rope.index(0)), piece(n, 2, room).permute((1, 0)), s, is_async=True)
+    s = warpgroup_mma(flat(room.q_rope.index(here)), piece(here + n, 2, room).permute((1, 0)), s, is_async=True)
     return warpgroup_mma_wait(0, deps=(s,))
 
 
@@ -189,10 +191,9 @@ def hide(s, row, work, sizes):
     past = row >= sizes.capacity
     place = gl.where(past, row - sizes.gap, row)
     if place + BN > work.first:
-        n = place + gl.arange(0, BN, gl.SliceLayout(0, s.type.layout))
         j = (work.row + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))) // sizes.heads
         last = gl.minimum(work.first + j, gl.where(past, work.total, work.known) - 1)
-        s = gl.where(n[None, :] <= last[:, None], s, float("-inf"))
+        s = cut_columns(s, last - place)
     return s
 
 
