@@ -1,6 +1,6 @@
 """mla_decode's Gluon kernel, run as Python (warps.py): finds deadlocks, and places that are given back or read too early.
 
-Gluon's compilation, `cut_columns`, the kernel that appends before it and the combination of parts are not covered; the
+Gluon's compilation, `cut_columns`, `fetch`, the kernel that appends before it and the combination of parts are not covered; the
 last two are models here.
 """
 
@@ -75,6 +75,7 @@ def names_of(turns: Turns, launch: Launch, program: int) -> dict[str, Any]:
     names |= {
         "load": load,
         "uniform": int,
+        "fetch": lambda *_: None,
         "barrier": lambda: None,
         "sums_layout": lambda _: None,
         "operand_layout": lambda _: None,
@@ -90,7 +91,7 @@ def run(launch: Launch, program: int, dice: random.Random) -> None:
     names, (results, maps, lengths, sizes) = names_of(turns, launch, program), launch.args
     results = _latent_hopper.Results(*(None if t is None else Place(t) for t in results))
     for desc in maps:
-        if desc is not None:
+        if desc is not None and not isinstance(desc, torch.Tensor):
             desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
 
     def tiles(count: int, columns: int) -> Shared:
@@ -108,7 +109,7 @@ def run(launch: Launch, program: int, dice: random.Random) -> None:
     )  # fmt: skip
     work = names["share_out"](Pointer(lengths), sizes, launch.constants["APPENDED"], launch.constants["FIXED"])
     works = [lambda g=g: names["consumer"](g, results, room, work, sizes) for g in range(2)]
-    turns.run([*works, lambda: names["producer"](maps, room, work, sizes, False)])
+    turns.run([*works, lambda: names["producer"](maps, room, work, sizes, False, 2)])
 
 
 def combined(launch: Launch, B: int, S: int, H: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,8 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.decode import _latent_hopper
 from ridgeline.ops.decode._parts import LOG2E, Numbers, Results, Rules, Tokens, combine, parts_of
 
+AHEAD = 4  # so many tiles before its turn a tile is brought into L2
+
 
 def refusal(
     q: torch.Tensor, cache: torch.Tensor, lengths: Any, kv: Any = None, block_table: Any = None, cos: Any = None,
@@ -63,6 +65,7 @@ def fwd(
     pieces = torch.empty(parts * B * rows * (latent + 2), dtype=torch.float32, device=q.device) if parts > 1 else None
     second = early(gpu)
     facts: dict[str, Any] = {"APPENDED": kv is not None, "FIXED": invariant, "PDL": False}
+    facts["AHEAD"] = AHEAD if cache.stride(1) == D else 0
     if kv is not None:
         launch(
             _append, (B, S), cache, kv, lengths, capacity, cache.stride()[:2], kv.stride()[:2], D=D, BD=1024, num_warps=4
@@ -76,8 +79,9 @@ def fwd(
     maps = _latent_hopper.Maps(
         *(TensorMap(flat, (1, 64, columns), 128) for columns in (256, 64)),
         *(sequences(t, columns) for t in (cache, kv) for columns in (256, 64)),
+        cache,
     )
-    sizes = _latent_hopper.Sizes(heads, S, parts, capacity, scale * LOG2E, -capacity % 64)
+    sizes = _latent_hopper.Sizes(heads, S, parts, capacity, scale * LOG2E, -capacity % 64, cache.stride(0))
     launch(
         _latent_hopper._attend, (tiles * parts * B,), _latent_hopper.Results(o, lse, pieces), maps, lengths, sizes,
         **facts, num_warps=4, maxnreg=168,

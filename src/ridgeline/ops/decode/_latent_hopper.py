@@ -46,6 +46,7 @@ class Maps(NamedTuple):
     cache_rope: Any
     new: Any  # or None
     new_rope: Any
+    tokens: Any  # the cache itself
 
 
 class Results(NamedTuple):
@@ -61,6 +62,7 @@ class Sizes(NamedTuple):
     capacity: Any
     factor: Any  # scale times log2(e)
     gap: Any  # from the capacity to the next multiple of 64
+    step: Any  # between sequences of the cache
 
 
 class Work(NamedTuple):
@@ -137,8 +139,24 @@ def fill(source, source_rope, b, end, row, n, odd, room):
             load(source_rope, [far, last, b, inside, LATENT], room.ready.index(at), room.rope.index(n))
 
 
+@gluon.constexpr_function
+def fetching_code():
+    """PTX that brings 64 tokens of 1152 bytes, which follow one another, into L2: 128 bytes a lane and instruction."""
+    steps = BN.value * (LATENT.value + ROPE.value) * 2 // 4096
+    return " ".join(f"prefetch.global.L2 [$1+{4096 * n}];" for n in range(steps)) + " mov.u32 $0, 0;"
+
+
 @gluon.jit
-def producer(maps, room, work, sizes, PDL: gl.constexpr):
+def fetch(maps, row, work, sizes):
+    """Brings the tile of 64 tokens from `row` into L2; the copy engine would wait for memory with its place empty."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    first = maps.tokens + work.b.to(gl.int64) * sizes.step + row.to(gl.int64) * (LATENT + ROPE)
+    lines = (first + 64 * lane).to(gl.int64)
+    gl.inline_asm_elementwise(fetching_code(), "=r,l", [lines], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def producer(maps, room, work, sizes, PDL: gl.constexpr, AHEAD: gl.constexpr):
     if PDL:
         gdc_wait()  # new tokens are in the cache
     pairs = uniform(work.pairs)
@@ -150,6 +168,9 @@ def producer(maps, room, work, sizes, PDL: gl.constexpr):
     for i in range(pairs):
         for n in gl.static_range(2):
             row = work.begin + (2 * i + n) * BN
+            if AHEAD > 0:  # noqa: SIM102  # one of the programs that share the tokens
+                if (work.row == 0) & (row + (AHEAD + 1) * BN <= work.known):
+                    fetch(maps, row + AHEAD * BN, work, sizes)
             if maps.new is not None:
                 if row >= sizes.capacity:
                     at = row - sizes.gap - work.first
@@ -318,7 +339,7 @@ def finish(ME: gl.constexpr, results, acc, top, total, work, sizes):
 
 
 @gluon.jit
-def _attend(results, maps, lengths, sizes, APPENDED: gl.constexpr, FIXED: gl.constexpr, PDL: gl.constexpr):
+def _attend(results, maps, lengths, sizes, APPENDED: gl.constexpr, FIXED: gl.constexpr, PDL: gl.constexpr, AHEAD: gl.constexpr):
     work = share_out(lengths, sizes, APPENDED, FIXED)
     dtype: gl.constexpr = maps.q.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -340,7 +361,7 @@ def _attend(results, maps, lengths, sizes, APPENDED: gl.constexpr, FIXED: gl.con
         [
             (consumer, (0, results, room, work, sizes)),
             (consumer, (1, results, room, work, sizes)),
-            (producer, (maps, room, work, sizes, PDL)),
+            (producer, (maps, room, work, sizes, PDL, AHEAD)),
         ],
         [4, 1],
         [240, 24],
