@@ -12,6 +12,7 @@ from ridgeline import device
 from ridgeline.boundary import early, launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.decode import _latent_hopper
+from ridgeline.ops.decode._latent import fwd as triton_fwd  # noqa: F401  # the op's file takes both from here
 from ridgeline.ops.decode._parts import LOG2E, Numbers, Results, Rules, Tokens, combine, parts_of
 
 AHEAD = 4  # so many tiles before its turn a tile is brought into L2
@@ -40,7 +41,7 @@ def refusal(
 
 def few(q: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Why automatic choice leaves a call to Triton, or None."""
-    return "a program has 64 rows, and the call has fewer" if q.shape[1] * q.shape[2] < 64 else None
+    return "the call has fewer rows than a program" if q.shape[1] * q.shape[2] < 64 else None
 
 
 @triton.jit
@@ -68,7 +69,17 @@ def fwd(
     facts["AHEAD"] = AHEAD if cache.stride(1) == D else 0
     if kv is not None:
         launch(
-            _append, (B, S), cache, kv, lengths, capacity, cache.stride()[:2], kv.stride()[:2], D=D, BD=1024, num_warps=4
+            _append,
+            (B, S),
+            cache,
+            kv,
+            lengths,
+            capacity,
+            cache.stride()[:2],
+            kv.stride()[:2],
+            D=D,
+            BD=1024,
+            num_warps=4,
         )
         facts |= second
     flat = q.as_strided((B, rows, D), (q.stride(0), q.stride(2), 1))
@@ -83,7 +94,7 @@ def fwd(
     )
     sizes = _latent_hopper.Sizes(heads, S, parts, capacity, scale * LOG2E, -capacity % 64, cache.stride(0))
     launch(
-        _latent_hopper._attend, (tiles * parts * B,), _latent_hopper.Results(o, lse, pieces), maps, lengths, sizes,
+        _latent_hopper.attend, (tiles * parts * B,), _latent_hopper.Results(o, lse, pieces), maps, lengths, sizes,
         **facts, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if pieces is not None:

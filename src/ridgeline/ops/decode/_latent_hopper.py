@@ -21,12 +21,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from ridgeline.ops.attention.hopper.mask import cut_columns
-from ridgeline.ops.attention.hopper.pipeline import flat, sequence_row, uniform
-from ridgeline.ops.attention.hopper.products import operand_layout, sums_layout
-from ridgeline.ops.attention.hopper.softmax import rescale
-from ridgeline.ops.matmul._hopper_pipeline import column_chunks
 from ridgeline.tiles.hopper import barrier, load, make_barriers
+from ridgeline.tiles.warpgroup import (
+    column_chunks,
+    cut_columns,
+    flat,
+    operand_layout,
+    rescale,
+    sequence_row,
+    sums_layout,
+    uniform,
+)
 
 ROWS = gl.constexpr(64)  # of queries a program
 BN = gl.constexpr(64)  # tokens of a tile
@@ -339,7 +344,9 @@ def finish(ME: gl.constexpr, results, acc, top, total, work, sizes):
 
 
 @gluon.jit
-def _attend(results, maps, lengths, sizes, APPENDED: gl.constexpr, FIXED: gl.constexpr, PDL: gl.constexpr, AHEAD: gl.constexpr):
+def attend(
+    results, maps, lengths, sizes, APPENDED: gl.constexpr, FIXED: gl.constexpr, PDL: gl.constexpr, AHEAD: gl.constexpr
+):
     work = share_out(lengths, sizes, APPENDED, FIXED)
     dtype: gl.constexpr = maps.q.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
