@@ -41,6 +41,8 @@ def refusal(
 
 def few(q: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Why automatic choice leaves a call to Triton, or None."""
+    if q.shape[0] == 1:
+        return "for a single sequence Triton's kernel is quicker"
     return "the call has fewer rows than a program" if q.shape[1] * q.shape[2] < 64 else None
 
 

@@ -206,4 +206,5 @@ MLA_DECODE.kernel(
     arch=90,
     newest=90,
     shared=227 << 10,
+    served=True,
 )

@@ -125,4 +125,5 @@ INT4_LINEAR.kernel(
     leaves=("fwd",),
     arch=80,
     dtypes=("float16", "bfloat16"),
+    served=True,
 )
