@@ -89,11 +89,9 @@ def fwd(
     def sequences(t: torch.Tensor | None, columns: int) -> TensorMap | None:
         return None if t is None else TensorMap(t[None], (1, 1, 1, 64, columns), 128, ragged=True)
 
-    maps = _latent_hopper.Maps(
-        *(TensorMap(flat, (1, 64, columns), 128) for columns in (256, 64)),
-        *(sequences(t, columns) for t in (cache, kv) for columns in (256, 64)),
-        cache,
-    )
+    queries = [TensorMap(flat, (1, 64, columns), 128) for columns in (256, 64)]
+    tokens = [sequences(t, columns) for t in (cache, kv) for columns in (256, 64)]
+    maps = _latent_hopper.Maps._make([*queries, *tokens, cache])
     sizes = _latent_hopper.Sizes(heads, S, parts, capacity, scale * LOG2E, -capacity % 64, cache.stride(0))
     launch(
         _latent_hopper.attend, (tiles * parts * B,), _latent_hopper.Results(o, lse, pieces), maps, lengths, sizes,

@@ -16,6 +16,7 @@ from ridgeline.ops.matmul._few_bits import ROOM, add, group_of
 
 MMA = CudaKernel(Path(__file__).with_name("int4.cu"), "int4_mma", "PPPPPiiiq")
 MOST = 16  # rows of x: two tiles of mma
+SERVED = 8  # with more, x costs as much as the weight, and Triton's kernel is as quick or quicker
 STEP = 128  # columns that the four lanes of a row load at once
 _Maybe = torch.Tensor | None
 
@@ -37,8 +38,9 @@ def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str
 
 def left(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why a call is left to Triton's kernel, or None; from sizes and dtypes alone."""
-    few = 0 < x.numel() <= MOST * x.shape[-1] and x.dtype != torch.float32 and q.numel()
-    return None if few and group_of(q, scale) % STEP == 0 else f"for 1 to {MOST} rows, groups of {STEP} and half types"
+    few = 0 < x.numel() <= SERVED * x.shape[-1] and x.dtype != torch.float32 and q.numel()
+    served = few and group_of(q, scale) % STEP == 0
+    return None if served else f"it serves 1 to {SERVED} rows in half precision, with groups of {STEP}"
 
 
 def fwd(
