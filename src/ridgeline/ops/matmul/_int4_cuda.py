@@ -18,7 +18,24 @@ MMA = CudaKernel(Path(__file__).with_name("int4.cu"), "int4_mma", "PPPPPiiiq")
 MOST = 16  # rows of x: two tiles of mma
 SERVED = 8  # with more, x costs as much as the weight, and Triton's kernel is as quick or quicker
 STEP = 128  # columns that the four lanes of a row load at once
+MEMORY = 96 << 10  # bytes of x in shared memory, at most: every GPU from sm_80 on has them
 _Maybe = torch.Tensor | None
+
+
+def bytes_of(M: int, K: int, splits: int) -> int:
+    """Returns the bytes of a block's part of x: rows in eights."""
+    return 2048 * triton.cdiv(M, 8) * triton.cdiv(K // STEP, splits)
+
+
+def most(M: int, N: int, K: int) -> int:
+    """Returns the parts of K that there may be: their sums have room for so many."""
+    return max(1, min(K // STEP, ROOM // max(1, M * N)))
+
+
+def wide(x: torch.Tensor, q: torch.Tensor) -> bool:
+    """Returns whether x does not fit into shared memory, however K is split, or a result into the space for sums."""
+    M, N, K = x.numel() // max(1, x.shape[-1]), q.shape[0], x.shape[-1]
+    return M * N > ROOM or bytes_of(M, K, most(M, N, K)) > MEMORY
 
 
 def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str | None:
@@ -31,6 +48,8 @@ def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str
         return f"it takes x in float16 or bfloat16, not {x.dtype}"
     if x.numel() > MOST * x.shape[-1] or not x.numel() or not q.numel():
         return f"it takes 1 to {MOST} rows of x"
+    if wide(x, q):
+        return f"it takes results of at most {ROOM} elements, and {MEMORY} bytes of x for a part of K"
     if x.data_ptr() % 16 or q.data_ptr() % 16:
         return "it reads 16 bytes at a time: x and q must begin at multiples of 16 bytes"
     return None
@@ -39,8 +58,9 @@ def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str
 def left(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Returns why a call is left to Triton's kernel, or None; from sizes and dtypes alone."""
     few = 0 < x.numel() <= SERVED * x.shape[-1] and x.dtype != torch.float32 and q.numel()
-    served = few and group_of(q, scale) % STEP == 0
-    return None if served else f"it serves 1 to {SERVED} rows in half precision, with groups of {STEP}"
+    served = few and group_of(q, scale) % STEP == 0 and not wide(x, q)
+    what = f"{SERVED} rows in half precision, with groups of {STEP} and sizes that fit its space"
+    return None if served else f"it serves up to {what}"
 
 
 def fwd(
@@ -55,9 +75,8 @@ def fwd(
         """Two blocks for each multiprocessor, if x then fits in shared memory. More rows of x share a block's codes
         less often, so a block has more rows of W."""
         warps = 8 * tiles
-        most, fits = K // STEP, (100 << 10) // (2048 * tiles)
         parts = max(1, round(2 / tiles * gpu.multiprocessors / triton.cdiv(N, 16 * warps)))
-        return {"WARPS": warps, "SPLITS": min(most, max(parts, triton.cdiv(most, fits)))}
+        return {"WARPS": warps, "SPLITS": parts}
 
     def space() -> list[tuning.Config]:
         c = rule()
@@ -66,12 +85,12 @@ def fwd(
     def chosen() -> tuning.Config:
         key = " ".join([dtype_name(x), *(str(triton.next_power_of_2(n)) for n in (M, N, K))])
         c = tuning.config(gpu, "int4_linear", "mma", key, rule, space)
-        return c | {"SPLITS": max(1, min(c["SPLITS"], ROOM // max(1, M * N), K // STEP))}
+        least = triton.cdiv(K // STEP, MEMORY // (2048 * tiles))
+        return c | {"SPLITS": min(max(c["SPLITS"], least), most(M, N, K))}
 
     def config() -> dict[str, Any]:
         c = chosen()
-        room = 2048 * tiles * triton.cdiv(K // STEP, c["SPLITS"])
-        return {"WARPS": c["WARPS"], "block": 32 * c["WARPS"], "shared": room}
+        return {"WARPS": c["WARPS"], "block": 32 * c["WARPS"], "shared": bytes_of(M, K, c["SPLITS"])}
 
     key = M, N, K
     facts: dict[str, Any] = {
