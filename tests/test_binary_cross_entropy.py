@@ -40,7 +40,8 @@ def test_layouts(layout: str, reduction: str, device: str) -> None:
         dy = torch.randn(y.shape, device=device)
         found = torch.autograd.grad(y, (left, right), dy)
         exacts = torch.autograd.grad(wanted, (left, right), dy.double())
-        torch.testing.assert_close(found, exacts, rtol=2e-6, atol=1e-7)
+        # The target's gradient is a difference of terms up to about 4, whose half ulp is 2.4e-7.
+        torch.testing.assert_close(found, exacts, rtol=2e-6, atol=3e-7)
 
 
 def test_far_logits_neither_overflow_nor_cancel(device: str) -> None:
