@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ridgeline
+from ridgeline.op import RidgelineError
 from test_recurrent import close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
@@ -122,3 +123,10 @@ def test_equal_keys(device: str) -> None:
     args[1], args[4] = args[1][:, :1].expand(1, 40, H, K), torch.full_like(args[4], 2.0)
     state = first_state(1, device)
     close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 5e-5)
+
+
+def test_more_sequences_than_a_grid_has(device: str) -> None:
+    """A grid's second axis ends at 65,535."""
+    q, beta = torch.zeros(65536, 2, 1, 16, device=device), torch.zeros(65536, 2, 1, device=device)
+    with pytest.raises(RidgelineError, match="at most 65535 sequences times heads, got 65536 times 1"):
+        ridgeline.gated_delta_rule(q, q, q, beta, beta, impl="triton")

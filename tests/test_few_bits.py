@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ridgeline
-from ridgeline import few_bits, formats, nn
-from ridgeline.boundary import INTERPRETED
+from ridgeline import device, few_bits, formats, nn
+from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.op import RidgelineError
 from ridgeline.ops.matmul import _few_bits
 
@@ -179,7 +179,9 @@ def test_dequantised_copy() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(1, 200, 512), (16, 4096, 4096), (33, 256, 1024), (150, 384, 2048)])
+@pytest.mark.parametrize(
+    "shape", [(1, 200, 512), (8, 16384, 4224), (16, 4096, 4096), (33, 256, 1024), (150, 384, 2048)]
+)
 def test_kernels_in_half_precision(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     """Every code and zero is exact, so only the sums' rounding remains."""
     M, N, K = shape
@@ -189,8 +191,10 @@ def test_kernels_in_half_precision(dtype: torch.dtype, shape: tuple[int, int, in
     q8 = torch.randint(-128, 128, (N, K), dtype=torch.int8, device="cuda")
     for z in (None, zero):
         exact = ridgeline.int4_linear(x.double(), q, scale.double(), z, impl="naive")
-        y = ridgeline.int4_linear(x, q, scale, z, impl="triton")
-        assert (y - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+        for impl in (None, "triton", "cuda_mma")[: 3 if M <= 16 else 2]:
+            y = ridgeline.int4_linear(x, q, scale, z, impl=impl)
+            # a dequantised copy of the weight, for many rows, is rounded too
+            assert (y - exact).norm() <= (2 if M > 64 else 1) * torch.finfo(dtype).eps * exact.norm(), impl
     exact = ridgeline.int8_linear(x.double(), q8, scale[:, 0].double() / 99, impl="naive")
     y = ridgeline.int8_linear(x, q8, scale[:, 0] / 99, impl="triton")
     assert (y - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
@@ -325,3 +329,21 @@ def test_the_kernel_that_dequantises(kind: str, device: str) -> None:
     given = [None if t is None else t.to(device) for t in (q, scale, zero)]
     found = torch.ops.ridgeline.few_bits_weight(*given, torch.float32)
     torch.testing.assert_close(found.cpu(), wanted)
+
+
+def test_what_serves_on_a_gpu() -> None:
+    """int4's CUDA kernel takes few rows in half precision; more rows, float32 and small groups are left to others."""
+    q, served = torch.empty(264, 2112, dtype=torch.uint8), []
+    for rows, dtype, groups in (
+        (1, torch.bfloat16, 33),
+        (8, torch.float16, 33),
+        (9, torch.float16, 33),
+        (8, torch.float32, 33),
+        (8, torch.float16, 66),
+        (65, torch.bfloat16, 33),
+    ):
+        x, scale, launched = torch.empty(rows, 4224, dtype=dtype), torch.empty(264, groups), list[Launch]()
+        with device.pretend("sm_90"), observe(launched.append):
+            assert ridgeline.int4_linear(x, q, scale).shape == (rows, 264)
+        served.append("int4_mma" in str(launched))
+    assert served == [True, True, False, False, False, False]

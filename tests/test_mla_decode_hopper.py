@@ -208,3 +208,35 @@ def test_what_it_refuses() -> None:
         for words, (some, tokens, given) in bad.items():
             with pytest.raises(RidgelineError, match=words):
                 ridgeline.mla_decode(some, tokens, lengths, **({"scale": SCALE, "impl": "gluon"} | given))
+
+
+def test_an_invariant_call_has_one_kernel_in_any_batch() -> None:
+    """A single sequence is left to Triton's kernel, but not where its bits must be those of a batch."""
+    kernels = []
+    for B, invariant in ((1, False), (2, False), (1, True), (2, True)):
+        q, cache = torch.zeros(B, 1, 64, 576).half(), torch.zeros(B, 100, 576).half()
+        launched: list[Launch] = []
+        with device.pretend("sm_90"), observe(launched.append):
+            ridgeline.mla_decode(q, cache, torch.ones(B, dtype=torch.int32), scale=SCALE, invariant=invariant)
+        kernels.append(any(one.kernel is _latent_hopper.attend for one in launched))
+    assert kernels == [False, True, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("size", "held", "new", "invariant"), [*CALLS, ((3, 1, 128, 4096), [4096, 63, 2000], False, False)], ids=str
+)
+def test_on_a_gpu(size: tuple[int, ...], held: list[int], new: bool, invariant: bool, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is Hopper's")
+    B, S, H, capacity = size
+    q, cache = (torch.randn(B, n, m, device="cuda").to(dtype) for n, m in ((S * H, 576), (capacity, 576)))
+    q, kv = q.view(B, S, H, 576), torch.randn(B, S, 576, device="cuda").to(dtype) if new else None
+    lengths = torch.tensor(held, dtype=torch.int32, device="cuda")
+    cache[torch.arange(capacity, device="cuda") >= lengths[:, None]] = float("nan")
+    given = {"kv": kv, "scale": SCALE, "return_lse": True}
+    expected = reference(q.float(), cache.float(), lengths, **given | {"kv": None if kv is None else kv.float()})
+    o, lse = ridgeline.mla_decode(q, cache, lengths, impl="gluon", invariant=invariant, **given)
+    assert (o.float() - expected[0]).norm() <= torch.finfo(dtype).eps * expected[0].norm()
+    torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-3)

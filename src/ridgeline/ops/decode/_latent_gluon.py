@@ -39,9 +39,13 @@ def refusal(
     return None
 
 
-def few(q: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Why automatic choice leaves a call to Triton, or None."""
-    if q.shape[0] == 1:
+def few(
+    q: torch.Tensor, cache: Any = None, lengths: Any = None, kv: Any = None, block_table: Any = None, cos: Any = None,
+    sin: Any = None, kv_scale: Any = None, latent: int = 512, scale: float = 1.0, interleaved: bool = False,
+    invariant: bool = False, *_: Any, **__: Any,
+) -> str | None:  # fmt: skip
+    """Why automatic choice leaves a call to Triton, or None. An invariant call gets one kernel in any batch."""
+    if q.shape[0] == 1 and not invariant:
         return "for a single sequence Triton's kernel is quicker"
     return "the call has fewer rows than a program" if q.shape[1] * q.shape[2] < 64 else None
 

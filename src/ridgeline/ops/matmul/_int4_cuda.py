@@ -47,7 +47,7 @@ def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str
     if x.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes x in float16 or bfloat16, not {x.dtype}"
     if x.numel() > MOST * x.shape[-1] or not x.numel() or not q.numel():
-        return f"it takes 1 to {MOST} rows of x"
+        return f"it takes 1 to {MOST} rows of x, and no size 0"
     if wide(x, q):
         return f"it takes results of at most {ROOM} elements, and {MEMORY} bytes of x for a part of K"
     if x.data_ptr() % 16 or q.data_ptr() % 16:
@@ -55,10 +55,11 @@ def unfit(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any) -> str
     return None
 
 
-def left(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Returns why a call is left to Triton's kernel, or None; from sizes and dtypes alone."""
-    few = 0 < x.numel() <= SERVED * x.shape[-1] and x.dtype != torch.float32 and q.numel()
-    served = few and group_of(q, scale) % STEP == 0 and not wide(x, q)
+def left(x: torch.Tensor, q: _Maybe = None, scale: _Maybe = None, *_: Any, **__: Any) -> str | None:
+    """Returns why a call is left to Triton's kernel, or None; from sizes and dtypes alone, or from x's."""
+    served = 0 < x.numel() <= SERVED * x.shape[-1] and x.dtype != torch.float32
+    if served and q is not None and scale is not None:
+        served = q.numel() > 0 and group_of(q, scale) % STEP == 0 and not wide(x, q)
     what = f"{SERVED} rows in half precision, with groups of {STEP} and sizes that fit its space"
     return None if served else f"it serves up to {what}"
 

@@ -3,7 +3,7 @@
     y_mn = sum_g s_ng sum_{k in g} (q_nk - z_ng) x_mk + b_n        backward: dx = dy W
 
 With few rows of x the weight's bytes are the limit: a quarter of bf16's. q - z is exact in x's dtype, a group's sum is
-float32, and so is its scale. The kernels are in `_few_bits.py`.
+float32, and so is its scale. The kernels are in `_few_bits.py` and, for few rows, `int4.cu`.
 Source: Frantar et al., GPTQ, 2022 (arXiv:2210.17323); Lin et al., AWQ, 2023 (arXiv:2306.00978).
 """
 

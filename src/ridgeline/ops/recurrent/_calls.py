@@ -15,6 +15,7 @@ from ridgeline.ops.recurrent import _channel_chunks, _chunks
 from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
+AXIS = 65535  # programs of a grid's second axis, which counts sequences and heads
 SEGMENT = 64  # tokens of the plain recurrence between the states that backward keeps
 
 
@@ -273,6 +274,12 @@ def refusal(*args: Any, **_: Any) -> str | None:
             return f"a head has at most {_chunks.MOST} columns, got {t.shape[-1]}"
         if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel():
             return "the last dimension must be contiguous"
+    ends = next((a for a in args if isinstance(a, torch.Tensor) and a.dtype in (torch.int32, torch.int64)), None)
+    sequences = args[0].shape[0] if ends is None else max(args[0].shape[0], ends.numel() - 1)
+    rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4 and t.shape[:2] == args[0].shape[:2]]
+    heads = max([t.shape[2] for t in rows], default=1)
+    if sequences * heads > AXIS:
+        return f"it takes at most {AXIS} sequences times heads, got {sequences} times {heads}"
     return None
 
 
@@ -298,7 +305,7 @@ def refusal_by_level(*args: Any, **_: Any) -> str | None:
     return refusal(*args) or _channel_chunks.refusal(*args)
 
 
-# Chosen by name alone: its kernels have been timed on an H200, but no GPU has checked their results yet.
+# Chosen by name alone: its kernels have been timed on an H200, but no GPU has checked this rung's results yet.
 BY_LEVEL: dict[str, Any] = {
     "kind": "triton", "fwd": _channel_chunks.fwd, "bwd": _channel_chunks.bwd, "supports": refusal_by_level,
     "dtypes": ("float16", "bfloat16"),

@@ -231,7 +231,9 @@ def _gates(gate, place, first, depth, end, SHIFT: tl.constexpr, form: tl.constex
     here = (row >= 0) & (row < form.C) & (first + row < end)
     at = place + (first + row).to(tl.int64) * gate.token
     if form.GATE == 1:
-        g = tl.load(at, mask=here, other=0.0)
+        g = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        if not form.SINGLE:  # differences of running sums: -inf would be NaN. e^-1000 is 0 already; a NaN stays
+            g = tl.where(g < -1000.0, -1000.0, g)
     else:
         g = tl.load(at[:, None] + depth[None, :], mask=here[:, None] & (depth < form.K)[None, :], other=0.0)
     return g.to(tl.float32)
