@@ -108,10 +108,10 @@ def _fwd(
 
 @triton.jit
 def _add(
-    y, parts, epilogue, M, N, RULES: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    y, parts, epilogue, M, N, PDL: tl.constexpr, ACTIVATION: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Adds the parts of K in order, for a row of x and BLOCK rows of W."""
-    if RULES.PDL:
+    if PDL:
         gdc_wait()
     m = tl.program_id(1) + tl.arange(0, 1)
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -172,8 +172,7 @@ def add(
     least: int = 2,
 ) -> None:  # fmt: skip
     """y = activation(the sum of the parts of K + bias), if there are at least so many parts."""
-    (M, N), facts = y.shape, early(device.of(y))
-    early_start: dict[str, Any] = {"launch_pdl": True} if facts["PDL"] else {}
+    M, N = y.shape
 
     def adders(c: dict[str, Any]) -> tuple[int, int]:
         return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] >= least else 0, M)
@@ -182,10 +181,9 @@ def add(
         _add,
         adders,
         *(y, parts, Epilogue(None, bias, None), M, N),
-        RULES=Rules("", False, False, "", facts["PDL"], 0),
         ACTIVATION=activation,
         BLOCK=256,
-        **early_start,
+        **early(device.of(y)),
         config=lambda: {"SPLITS": splits()},
         key=key,
     )
