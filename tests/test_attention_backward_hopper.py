@@ -33,6 +33,7 @@ from ridgeline.ops.attention.hopper import (
 )
 from ridgeline.ops.attention.triton.tiles import Heads
 from ridgeline.tiles import hopper as shared_hopper
+from ridgeline.tiles import warpgroup
 from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes
 
 
@@ -53,7 +54,7 @@ class Kernel:
         self.turns, self.works = turns, []  # type: ignore[var-annotated]
         names = language(turns)
         kinds = backward_pipeline, backward_work, backward_dq, backward, backward_wide
-        define(names, shared_hopper, pipeline, products, *kinds)
+        define(names, shared_hopper, warpgroup, pipeline, products, *kinds)
         kind = type("Fenced", (Fenced,), {"turns": turns})
 
         def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:

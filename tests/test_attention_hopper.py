@@ -22,6 +22,7 @@ import triton
 import ridgeline
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
+from ridgeline.cuda import TensorMap
 from ridgeline.lab.analysis import inspect as lab_inspect
 from ridgeline.ops.attention.hopper import (
     epilogue,
@@ -33,6 +34,7 @@ from ridgeline.ops.attention.hopper import (
     scheduler,
     softmax,
 )
+from ridgeline.tiles import warpgroup
 from test_kernels import OWN
 from test_matmul import said_of
 from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
@@ -56,7 +58,7 @@ class Kernel:
         """The names that the source uses."""
         turns = self.turns
         names = language(turns)
-        define(names, pipeline, products, mask, softmax, scheduler, epilogue, forward)
+        define(names, warpgroup, pipeline, products, mask, softmax, scheduler, epilogue, forward)
 
         def store(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
             to.t[to.at[mask]] = x[mask]
@@ -226,7 +228,7 @@ def test_ragged_tiles_of_full_attention(groups: int) -> None:
     """Every tile comes once. With three groups, tiles with an empty group come last; else a head's last tile is its
     first."""
     dice, names = random.Random(groups), {"ROWS": 64, "gl": SimpleNamespace()}
-    define(names, scheduler)
+    define(names, warpgroup, scheduler)
     for _ in range(200):
         heads, rows, high = dice.randint(1, 9), dice.randint(1, 2000), 64 * groups
         tiles, plan = -(-rows // high), object.__new__(names["TileScheduler"])
@@ -247,7 +249,7 @@ def loads(heads: int, tiles: int, couples: int, section: int, programs: int, mor
     names: dict[str, Any] = {
         "gl": SimpleNamespace(num_programs=lambda _: programs, minimum=min, where=lambda c, x, y: x if c else y)
     }
-    define(names, scheduler)
+    define(names, warpgroup, scheduler)
     plan, taken, found = object.__new__(names["TileScheduler"]), set(), []
     facts = {
         "all_heads": heads,
@@ -325,7 +327,7 @@ def test_masks_by_bits(columns: int, keep: bool) -> None:
         "bmsk": lambda at, n: ((1 << n) - 1) << at, "selp": lambda a, b, keep: a if keep else b,
     }  # fmt: skip
     N = columns // 2
-    text, operands = mask.cutting_code(N, keep)
+    text, operands = warpgroup.cutting_code(N, keep)
     assert text.count("setp.ne" if keep else "setp.eq") == N
     assert operands == ",".join(["=f"] * N + [str(n) for n in range(N)] + ["r"] * N)
     lines = [line.strip() for line in text.strip("{} ").split(";") if line.strip() and ".reg" not in line]
@@ -410,3 +412,7 @@ def test_exponentials_come_before_the_wait(D: int, causal: bool, dtype: torch.dt
     ]
     kept = [o[: len(w)] == w and n > D // 16 for o, w, n in zip(orders.values(), wanted, firsts, strict=True)]
     assert sum(kept) == facts.GROUPS, orders
+
+
+def test_the_far_coordinate_is_the_maps() -> None:
+    assert warpgroup.FAR.value == TensorMap.FAR

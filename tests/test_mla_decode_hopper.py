@@ -18,6 +18,7 @@ from ridgeline.cuda import TensorMap
 from ridgeline.lab.analysis import inspect as lab_inspect
 from ridgeline.op import RidgelineError
 from ridgeline.ops.decode import _latent_gluon, _latent_hopper
+from ridgeline.ops.decode._parts import Results
 from ridgeline.ops.decode.mla_decode import reference
 from ridgeline.tiles import warpgroup
 from test_kernels import OWN
@@ -88,7 +89,7 @@ def run(launch: Launch, program: int, dice: random.Random) -> None:
     """Runs one program."""
     turns = Turns(dice)
     names, (results, maps, lengths, sizes) = names_of(turns, launch, program), launch.args
-    results = _latent_hopper.Results(*(None if t is None else Place(t) for t in results))
+    results = Results(*(None if t is None else Place(t) for t in results))
     for desc in maps:
         if desc is not None and not isinstance(desc, torch.Tensor):
             desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))

@@ -1,4 +1,4 @@
-"""mla_decode's starts of the Gluon kernel: which calls it takes, and the kernel that appends new tokens before it."""
+"""mla_decode's kernels as the ladder has them: which calls Gluon's takes, its launch, and tokens appended before it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import early, launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.decode import _latent_hopper
-from ridgeline.ops.decode._latent import fwd as triton_fwd  # noqa: F401  # the op's file takes both from here
+from ridgeline.ops.decode import _latent, _latent_hopper
 from ridgeline.ops.decode._parts import LOG2E, Numbers, Results, Rules, Tokens, combine, parts_of
 
 AHEAD = 4  # so many tiles before its turn a tile is brought into L2
@@ -74,19 +73,8 @@ def fwd(
     facts: dict[str, Any] = {"APPENDED": kv is not None, "FIXED": invariant, "PDL": False}
     facts["AHEAD"] = AHEAD if cache.stride(1) == D else 0
     if kv is not None:
-        launch(
-            _append,
-            (B, S),
-            cache,
-            kv,
-            lengths,
-            capacity,
-            cache.stride()[:2],
-            kv.stride()[:2],
-            D=D,
-            BD=1024,
-            num_warps=4,
-        )
+        steps = cache.stride()[:2], kv.stride()[:2]
+        launch(_append, (B, S), cache, kv, lengths, capacity, *steps, D=D, BD=1024, num_warps=4)
         facts |= second
     flat = q.as_strided((B, rows, D), (q.stride(0), q.stride(2), 1))
 
@@ -98,7 +86,7 @@ def fwd(
     maps = _latent_hopper.Maps._make([*queries, *tokens, cache])
     sizes = _latent_hopper.Sizes(heads, S, parts, capacity, scale * LOG2E, -capacity % 64, cache.stride(0))
     launch(
-        _latent_hopper.attend, (tiles * parts * B,), _latent_hopper.Results(o, lse, pieces), maps, lengths, sizes,
+        _latent_hopper.attend, (tiles * parts * B,), Results(o, lse, pieces), maps, lengths, sizes,
         **facts, num_warps=4, maxnreg=168,
     )  # fmt: skip
     if pieces is not None:
@@ -108,3 +96,10 @@ def fwd(
         last: dict[str, Any] = {"APPENDED": kv is not None, "RULES": rules, "BN": 128, "BD": 512, "SOME": 16}
         last |= {"num_warps": 4} | {n: v for n, v in second.items() if n == "launch_pdl"}
         launch(combine, (B * rows,), Results(o, lse, pieces), None, tokens, numbers, **last)
+
+
+TRITON: dict[str, Any] = {"kind": "triton", "fwd": _latent.fwd, "served": True, "gain": 2.0}
+GLUON: dict[str, Any] = {
+    "kind": "gluon", "fwd": fwd, "supports": refusal, "unless": few, "served": True,
+    "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "shared": 227 << 10,
+}  # fmt: skip

@@ -54,12 +54,6 @@ class Maps(NamedTuple):
     tokens: Any  # the cache itself
 
 
-class Results(NamedTuple):
-    o: Any  # (B, S, H, 512), contiguous
-    lse: Any  # (B, H, S), float32
-    pieces: Any  # float32: values, maxima and sums of each part; None if there is one part
-
-
 class Sizes(NamedTuple):
     heads: Any
     queries: Any

@@ -190,21 +190,10 @@ MLA_DECODE.eager("torch", "all sequences at once, padded to the cache's capacity
 MLA_DECODE.kernel(
     "triton",
     "one pass over the cache: a tile of tokens is key and value; parts of a sequence combined in order",
-    kind="triton",
-    fwd=_latent_gluon.triton_fwd,
-    served=True,
-    gain=2.0,
+    **_latent_gluon.TRITON,
 )
 MLA_DECODE.kernel(
     "gluon",
     "Hopper: two warpgroups share each tile's result, one's softmax beside the other's products; a warp loads",
-    kind="gluon",
-    fwd=_latent_gluon.fwd,
-    supports=_latent_gluon.refusal,
-    unless=_latent_gluon.few,
-    dtypes=("float16", "bfloat16"),
-    arch=90,
-    newest=90,
-    shared=227 << 10,
-    served=True,
+    **_latent_gluon.GLUON,
 )

@@ -30,17 +30,9 @@ from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name, nbytes
 from ridgeline.ops.matmul._epilogue import Epilogue, add_up
-from ridgeline.ops.matmul._hopper_pipeline import (
-    GROUPS,
-    Operands,
-    Tile,
-    Tiles,
-    column_chunks,
-    fetch_tiles,
-    make_ring,
-    send_chunk,
-)
+from ridgeline.ops.matmul._hopper_pipeline import GROUPS, Operands, Tile, Tiles, fetch_tiles, make_ring, send_chunk
 from ridgeline.tiles.hopper import load as _load
+from ridgeline.tiles.warpgroup import column_chunks
 
 
 class Results(NamedTuple):

@@ -30,17 +30,9 @@ from ridgeline.cuda import TensorMap
 from ridgeline.op import dtype_name
 from ridgeline.ops.matmul import _hopper
 from ridgeline.ops.matmul._hopper import whole
-from ridgeline.ops.matmul._hopper_pipeline import (
-    GROUPS,
-    Operands,
-    Tile,
-    Tiles,
-    column_chunks,
-    fetch_tiles,
-    make_ring,
-    send_chunk,
-)
+from ridgeline.ops.matmul._hopper_pipeline import GROUPS, Operands, Tile, Tiles, fetch_tiles, make_ring, send_chunk
 from ridgeline.ops.matmul._scaled import BLOCK, add_columns, blocks, step, unlike
+from ridgeline.tiles.warpgroup import column_chunks
 
 # Triton 3.9 renamed it.
 _gather: gl.constexpr = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

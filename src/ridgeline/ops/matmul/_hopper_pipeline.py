@@ -222,16 +222,6 @@ def fetch_tiles(operands, a_step, b_step, ring, tiles):
 
 
 @gluon.jit
-def column_chunks(x, COUNT: gl.constexpr):
-    """Splits a tensor's columns into COUNT equal pieces."""
-    if COUNT == 1:
-        return (x,)
-    else:  # the compiler also compiles what follows a return
-        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-        return column_chunks(left, COUNT // 2) + column_chunks(right, COUNT // 2)
-
-
-@gluon.jit
 def send_chunk(out, y, x, board, batch, m, n, M, N, PENDING: gl.constexpr):
     """Stores a chunk through a board in shared memory with TMA, once at most PENDING earlier stores are under way.
 

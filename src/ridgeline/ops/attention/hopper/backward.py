@@ -27,20 +27,19 @@ from ridgeline.ops.attention.hopper.backward_pipeline import (
     producer,
 )
 from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, read_work
-from ridgeline.ops.attention.hopper.pipeline import ROWS, flat, ring_place
+from ridgeline.ops.attention.hopper.pipeline import ROWS, ring_place
 from ridgeline.ops.attention.hopper.products import (
     Sums,
     await_sums,
     no_sums,
-    operand_layout,
     pack_pairs,
     pairs_to_float,
     pairs_to_operand,
     start_scores,
     start_sums,
-    sums_layout,
 )
 from ridgeline.tiles.hopper import make_barriers, store
+from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
 
 @gluon.jit

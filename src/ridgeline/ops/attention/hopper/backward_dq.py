@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ridgeline.ops.attention.hopper.backward_work import read_work
-from ridgeline.ops.attention.hopper.pipeline import ROWS, flat, ring_place
-from ridgeline.ops.attention.hopper.products import sums_layout
+from ridgeline.ops.attention.hopper.pipeline import ROWS, ring_place
 from ridgeline.tiles.hopper import barrier, make_barriers, store
+from ridgeline.tiles.warpgroup import flat, sums_layout
 
 
 @builtin

@@ -7,8 +7,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention.hopper.pipeline import ROWS, field_of, flat, read_record, ring_place, write_record
+from ridgeline.ops.attention.hopper.pipeline import ROWS, field_of, read_record, ring_place, write_record
 from ridgeline.tiles.hopper import load, make_barriers
+from ridgeline.tiles.warpgroup import flat
 
 KEYS = gl.constexpr(2)  # groups that read tiles of keys: 64 keys each up to D 128, the same 64 above
 

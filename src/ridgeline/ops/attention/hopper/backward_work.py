@@ -9,7 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention.hopper.pipeline import ROWS, sequence_row, uniform
+from ridgeline.ops.attention.hopper.pipeline import ROWS
+from ridgeline.tiles.warpgroup import sequence_row, uniform
 
 
 class Sizes(NamedTuple):

@@ -6,8 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ridgeline.ops.attention.hopper.pipeline import ROWS
 from ridgeline.ops.attention.hopper.products import Sums
-from ridgeline.ops.attention.hopper.softmax import rescale
 from ridgeline.tiles.hopper import store
+from ridgeline.tiles.warpgroup import rescale
 
 
 @gluon.jit

@@ -19,16 +19,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from ridgeline.boundary import launch
 from ridgeline.ops.attention.hopper.epilogue import store_lse, store_output
-from ridgeline.ops.attention.hopper.pipeline import ROWS, make_ring, uniform, write_record
-from ridgeline.ops.attention.hopper.products import (
-    Sums,
-    no_sums,
-    operand_layout,
-    pack_pairs,
-    pairs_to_operand,
-    start_scores,
-    sums_layout,
-)
+from ridgeline.ops.attention.hopper.pipeline import ROWS, make_ring, write_record
+from ridgeline.ops.attention.hopper.products import Sums, no_sums, pack_pairs, pairs_to_operand, start_scores
 from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, Tile, TileScheduler
 from ridgeline.ops.attention.hopper.softmax import (
     State,
@@ -38,9 +30,9 @@ from ridgeline.ops.attention.hopper.softmax import (
     overflowed,
     partial_sums,
     raised_exponentials,
-    rescale,
     watch_overflow,
 )
+from ridgeline.tiles.warpgroup import operand_layout, rescale, sums_layout, uniform
 
 
 class Maps(NamedTuple):

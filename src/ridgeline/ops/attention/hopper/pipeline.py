@@ -8,11 +8,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.cuda import TensorMap
 from ridgeline.tiles.hopper import barrier, load, make_barriers
+from ridgeline.tiles.warpgroup import uniform
 
 ROWS = gl.constexpr(64)  # queries per warpgroup: the rows of a matrix instruction
-FAR = gl.constexpr(TensorMap.FAR)
 
 
 @gluon.constexpr_function
@@ -28,12 +27,6 @@ def ring_place(n, SIZE: gl.constexpr):
     else:  # unsigned division takes fewer instructions
         place, odd = n & (SIZE - 1), (n >> log2_of(SIZE)) & 1
     return place, odd
-
-
-@gluon.jit
-def flat(tile):
-    """Returns a tile in shared memory as a matrix."""
-    return tile.reshape([tile.type.shape[-2], tile.type.shape[-1]])
 
 
 @aggregate
@@ -94,20 +87,6 @@ def make_ring(source, SIZE: gl.constexpr, READERS: gl.constexpr):
     """Makes a ring of SIZE boxes of a tensor map, for so many readers."""
     ready, free = make_barriers(SIZE, 1), make_barriers(SIZE, READERS)
     return Ring(gl.allocate_shared_memory(source.dtype, [SIZE] + source.block_type.shape, source.layout), ready, free)
-
-
-@gluon.jit
-def uniform(x):
-    """Tells the compiler that all threads of a warp have the same number."""
-    return gl.inline_asm_elementwise(
-        "redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def sequence_row(start, length, row):
-    """Returns a sequence row's first two and last-but-one coordinates in a ragged tensor map (`TensorMap`)."""
-    return FAR, start + length, FAR - length + row
 
 
 @gluon.jit

@@ -6,24 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from ridgeline.tiles.warpgroup import operand_layout, sums_layout
+
 
 class Sums(NamedTuple):
     """A warpgroup's sums: of the main columns, and of the rest in a tuple, which is empty if there is no rest."""
 
     main: Any
     rest: Any
-
-
-@gluon.constexpr_function
-def sums_layout(columns):
-    """The layout of a warpgroup's sums: 64 rows in groups of 16 per warp."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.constexpr_function
-def operand_layout(parent):
-    """The layout of a left operand in registers."""
-    return gl.DotOperandLayout(operand_index=0, parent=parent, k_width=2)
 
 
 @gluon.jit

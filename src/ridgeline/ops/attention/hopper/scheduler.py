@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
-from ridgeline.ops.attention.hopper.pipeline import ROWS, read_record, sequence_row
+from ridgeline.ops.attention.hopper.pipeline import ROWS, read_record
+from ridgeline.tiles.warpgroup import sequence_row
 
 
 class Sizes(NamedTuple):

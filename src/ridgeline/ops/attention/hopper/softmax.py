@@ -82,13 +82,6 @@ def partial_sums(s):
     return gl.sum(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]), 1)
 
 
-@gluon.jit
-def rescale(sums, factors):
-    """Multiplies sums by a number per row."""
-    LAYOUT: gl.constexpr = sums.type.layout
-    return sums * gl.convert_layout(factors, gl.SliceLayout(1, LAYOUT))[:, None]
-
-
 # `watch_overflow` finds one flag per group. As a tensor, Gluon would pass it through shared memory, so it is in a named
 # PTX register, which `declare_overflow` declares and `overflowed` reads. NaN sums count as too large.
 @gluon.constexpr_function
