@@ -7,6 +7,7 @@ import torch
 
 import ridgeline
 from ridgeline import device as devices
+from ridgeline.boundary import Launch, observe
 from ridgeline.ops.matmul import _sparse, _sparse_cuda
 
 IMPLS = ["naive", pytest.param("triton", marks=pytest.mark.kernels)]
@@ -305,3 +306,14 @@ def test_int8_is_exact(size: tuple[int, int, int], impl: str, device: str) -> No
     y = ridgeline.int8_sparse_matmul(x, values, metadata, one, 2 * one, bias=bias, impl=impl)
     exact = 2 * x.double() @ _sparse.plain_densify(values, metadata).double().T + bias.double()
     assert torch.equal(y, exact.to(torch.bfloat16))
+
+
+def test_what_serves_on_hopper() -> None:
+    """The sparse instruction takes many rows in half precision; the rest is multiplied by a dense copy."""
+    served = []
+    for rows, dtype in ((2048, torch.bfloat16), (2047, torch.bfloat16), (2048, torch.float32)):
+        weight, launched = ridgeline.sparsify(torch.randn(256, 256, dtype=dtype)), list[Launch]()
+        with devices.pretend("sm_90"), observe(launched.append):
+            ridgeline.sparse_matmul(torch.empty(rows, 256, dtype=dtype), *weight)
+        served.append("sparse_wgmma" in str(launched))
+    assert served == [True, False, False]
