@@ -12,8 +12,8 @@ import triton
 from ridgeline import device
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
-from ridgeline.ops.attention.hopper import backward, backward_wide
-from ridgeline.ops.attention.hopper.backward_schedule import head_section, list_pieces, split_work
+from ridgeline.ops.attention.hopper import backward, backward_wide, trial
+from ridgeline.ops.attention.hopper.backward_schedule import head_section, heads_apart, list_pieces, split_work
 from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq, row_terms
 
 
@@ -43,29 +43,36 @@ def bwd(
     tops, deltas, order = row_terms(o, do, dlse, lse, tiles, cu_q, dsinks, sinks)
     # In the order of `as_held` (backward_dq.py).
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)
-    section, down = head_section(q, k, longest, span, deterministic, ahead, back, packed)
-    box, room = (1, 1, 1) if packed else (1, 1), 32 if wide > 128 else min(wide, 64)
+    programs, apart = device.of(q).multiprocessors, 1
+    if "heads_apart" in trial.ON and not packed and wide <= 128:
+        apart = heads_apart(key_heads * most, group, programs)
+    section, down = head_section(q, k, longest, span, deterministic, ahead, back, packed, apart)
+    box, room = (1, 1, 1) if packed else (1, 1), 32 if wide > 128 and "one_room" not in trial.ON else min(wide, 64)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     # Pieces that stay whole, parts of each of the others, and the parts' dK and dV in float32.
     entire, parts, shares = key_heads * most, 1, None
-    programs = device.of(q).multiprocessors
-    if not packed and wide <= 128:
+    if apart > 1:
+        entire, parts = 0, apart
+        shares = torch.empty((key_heads * most * parts, 2, span, wide), dtype=torch.float32, device=q.device)
+    elif not packed and wide <= 128:
         entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs)
     left_over = key_heads * most - entire
     pieces = entire + left_over * parts
-    if left_over:
+    if left_over and shares is None:
         shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
-    sizes = pieces, entire, parts, heads, section, key_heads, tiles, columns, shift, left, right
+    sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, left, right
     inputs = maps, sizes, (scale, scale * LOG2E)
-    options = back, ahead, down, group, deterministic
+    options = back, ahead, down, group // apart, apart, deterministic
     if wide > 128:
         backward_wide.start_wide(pieces, options, order, listed, *inputs)
     else:
         rest = column_parts(D)[1] if D > 64 else 0
         # Persistence takes registers, which D 128 lacks.
         backward.start(pieces if wide == 128 else min(pieces, programs), rest, options, order, listed, shares, *inputs)
-    if shares is not None:
+    if apart > 1:
+        add_shares(dk, dv, shares, 0, apart, 1, False, scale)
+    elif shares is not None:
         add_shares(dk, dv, shares, entire, parts, section, down, scale)
     convert_dq(dq, sums, order, cu_q, tiles, scale)

@@ -56,8 +56,20 @@ def split_work(
 ROOMY = 55 << 20
 
 
+def heads_apart(pieces: int, group: int, programs: int) -> int:
+    """Returns among how many programs the heads of queries that share keys are divided.
+
+    A part of a piece then has all blocks of some heads. So all parts of a head begin at the same block and follow each
+    other at once; parts with some blocks of all heads begin and end elsewhere than those they wait for.
+    """
+    if group == 1 or pieces > 2 * programs:
+        return 1
+    return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or pieces * n <= 8 * programs))
+
+
 def head_section(
-    q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
+    q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool,
+    apart: int = 1,
 ) -> tuple[int, bool]:  # fmt: skip
     """Returns how many heads form a section, and whether causal pieces come lightest first (`WorkScheduler.work`).
 
@@ -72,7 +84,7 @@ def head_section(
     many, and four times as many if heads are long and not shared: 8192 keys in ordered full attention, 16384 unordered.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
-    turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
+    turns, group, gpu, pieces = batch * kv * apart, heads // kv // apart, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
     roomy = gpu.l2 > ROOMY
     share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece as a share of a program's work
     light = share <= (1 / 4 if D > 128 else 1 / 8 if roomy else 0.128)

@@ -43,6 +43,7 @@ class Rules(NamedTuple):
     BN: int  # keys per block
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
     MASKS: int  # see mask.py
+    HELD: bool  # whether queries are in registers for a tile's later blocks
 
 
 class Tile(NamedTuple):
