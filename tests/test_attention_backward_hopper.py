@@ -286,6 +286,7 @@ def test_pieces_of_backward_on_hopper() -> None:
             "RIGHT": right is not None,
             "DOWN": right is not None and dice.random() < 0.7,
             "GROUP": group,
+            "APART": 1,
         }
         sizes = {
             "heads": kv * group,

@@ -187,7 +187,8 @@ def dq_consumer(W: gl.constexpr, sums, memory, order, scheduler):
     # A block is announced one part into the next if later pieces follow closely: those of 64 keys, and causal ones with
     # the heaviest first. Otherwise it is announced a block later, when TMA has finished sooner (as measured).
     EARLY: gl.constexpr = TILES == 1 or (scheduler.RULES.RIGHT and not scheduler.RULES.DOWN)
-    ANNOUNCE: gl.constexpr = (PARTS - 1) // 4 if EARLY else PARTS - 1  # after this part of a block, the one before is announced
+    # After this part of a block, the one before is announced.
+    ANNOUNCE: gl.constexpr = (PARTS - 1) // 4 if EARLY else PARTS - 1
     zero = gl.zeros([ROWS, W], gl.float32, sums_layout(W))
     rest_zero = gl.zeros([ROWS, LAST], gl.float32, sums_layout(LAST))
     n, done, sent = 0, 0, 0
@@ -210,7 +211,9 @@ def dq_consumer(W: gl.constexpr, sums, memory, order, scheduler):
                     mbarrier.arrive(memory.ds.free.index(place), count=1)
                 for part in gl.static_range(PARTS):
                     if part == 0 or not AHEAD:
-                        dq = start_columns(ds, memory, place, part * W, zero if part == 0 or not REST else rest_zero, HELD)
+                        dq = start_columns(
+                            ds, memory, place, part * W, zero if part == 0 or not REST else rest_zero, HELD
+                        )
                     if part == 0:
                         next_ = work.block(gl.minimum(t + 1, work.blocks - 1))
                         seen = load_count(order + work.number(g, next_, scheduler.tiles))

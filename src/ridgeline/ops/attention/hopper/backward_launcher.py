@@ -12,9 +12,10 @@ import triton
 from ridgeline import device
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
-from ridgeline.ops.attention.hopper import backward, backward_wide, trial
+from ridgeline.ops.attention.hopper import backward, backward_wide
 from ridgeline.ops.attention.hopper.backward_schedule import head_section, heads_apart, list_pieces, split_work
 from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq, row_terms
+from ridgeline.tiles import trial
 
 
 def bwd(
@@ -71,8 +72,7 @@ def bwd(
         rest = column_parts(D)[1] if D > 64 else 0
         # Persistence takes registers, which D 128 lacks.
         backward.start(pieces if wide == 128 else min(pieces, programs), rest, options, order, listed, shares, *inputs)
-    if apart > 1:
-        add_shares(dk, dv, shares, 0, apart, 1, False, scale)
-    elif shares is not None:
-        add_shares(dk, dv, shares, entire, parts, section, down, scale)
+    if shares is not None:
+        places = (0, apart, 1, False) if apart > 1 else (entire, parts, section, down)
+        add_shares(dk, dv, shares, *places, scale)
     convert_dq(dq, sums, order, cu_q, tiles, scale)

@@ -84,7 +84,8 @@ def head_section(
     many, and four times as many if heads are long and not shared: 8192 keys in ordered full attention, 16384 unordered.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
-    turns, group, gpu, pieces = batch * kv * apart, heads // kv // apart, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
+    turns, group, gpu = batch * kv * apart, heads // kv // apart, device.of(q)
+    pieces = triton.cdiv(columns, span)  # of a head
     roomy = gpu.l2 > ROOMY
     share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece as a share of a program's work
     light = share <= (1 / 4 if D > 128 else 1 / 8 if roomy else 0.128)

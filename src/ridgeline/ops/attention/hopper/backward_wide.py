@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ridgeline.boundary import launch
-from ridgeline.ops.attention.hopper import trial
 from ridgeline.ops.attention.hopper.backward_dq import announcer, dq_consumer, make_announcements
 from ridgeline.ops.attention.hopper.backward_pipeline import Buffer, Maps, Memory, make_queue, make_row_ring, producer
 from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, read_work
 from ridgeline.ops.attention.hopper.pipeline import ROWS, Ring, ring_place
 from ridgeline.ops.attention.hopper.products import pack_pairs, pairs_to_float, pairs_to_operand, start_scores
+from ridgeline.tiles import trial
 from ridgeline.tiles.hopper import make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 

@@ -8,9 +8,10 @@ import triton
 from ridgeline import device
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
-from ridgeline.ops.attention.hopper import forward, trial
+from ridgeline.ops.attention.hopper import forward
 from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
 from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, consumer_groups, masked_blocks, paired_heads
+from ridgeline.tiles import trial
 
 
 def refusal(
