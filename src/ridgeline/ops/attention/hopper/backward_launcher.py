@@ -73,6 +73,8 @@ def bwd(
         # Persistence takes registers, which D 128 lacks.
         backward.start(pieces if wide == 128 else min(pieces, programs), rest, options, order, listed, shares, *inputs)
     if shares is not None:
-        places = (0, apart, 1, False) if apart > 1 else (entire, parts, section, down)
+        places: tuple[int, int, int, bool] = entire, parts, section, down
+        if apart > 1:
+            places = 0, apart, 1, False
         add_shares(dk, dv, shares, *places, scale)
     convert_dq(dq, sums, order, cu_q, tiles, scale)
