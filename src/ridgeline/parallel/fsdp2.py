@@ -54,7 +54,9 @@ def apply(
         in training mode. `lm` models do it themselves by every=1.
     reshard: whether weights go after forward; a number keeps them on so many ranks. The root's always stay."""
     groups.ready()
-    mesh = mesh or groups.mesh(shard=groups.size())
+    if mesh is None:  # over gloo, weights may lie on GPUs too
+        on_gpu = any(p.is_cuda for p in module.parameters())
+        mesh = groups.mesh("cuda" if on_gpu else None, shard=groups.size())
     if mesh.ndim > 2:
         raise RidgelineError(f"parallel: apply takes a mesh of one or two dimensions, but got {mesh.ndim}")
     chosen = blocks(module) if units is None else list(units)
