@@ -1,7 +1,7 @@
 """The sum over ranks by one kernel that reads the other GPUs' memory, torch's symmetric memory.
 
     one shot     out = sum_r x_r, read from all N ranks: (N - 1) S bytes arrive at a rank, ranks meet once
-    two shots    a rank sums its tiles of all ranks, then reads the others' sums: 2 (N - 1) / N S bytes, ranks meet twice
+    two shots    a rank sums its part of all, then reads the others' sums: 2 (N - 1) / N S bytes, ranks meet twice
 
 A block copies its tiles of x to the rank's own half of the memory, tells the blocks of its number on the other ranks,
 waits for theirs, and reads the same tiles there. The sum is in float32 in the order of ranks, so every rank has the
@@ -12,8 +12,7 @@ Source: the custom all-reduce of NVIDIA's TensorRT-LLM, 2023, which has both way
 
 from __future__ import annotations
 
-import socket
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,13 @@ import triton.language as tl
 
 from ridgeline.boundary import launch
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups
+from ridgeline.parallel import groups, rooms
+from ridgeline.parallel.rooms import BLOCKS, Room
 
 HALF = 1 << 24  # bytes that one launch sums at most
-BLOCKS = 128  # of a launch: they wait for each other, so all must fit on the GPU at once
-RANKS = 8  # of one NVLink domain
 TILE, WARPS = 8192, 16  # bytes of a tile, 16 for each thread
 EXTRA = 1.2e6  # bytes: a second meeting of the ranks takes about as long as NVLink for these, docs/notes/symmetric.md
+USE = "sums"  # the name of the rooms
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -97,92 +96,6 @@ def _all_reduce(
     tl.store(counts + each, tl.zeros([BLOCKS], tl.int32) + count + 2, mask=each % blocks == block)
 
 
-# --- the memory
-
-
-class Room(NamedTuple):
-    """Memory of the same size on every rank, which all ranks' GPUs read. One stream at a time uses it.
-
-    buffers, pads: where each rank's memory and its signals begin, (ranks,). counts: meetings so far, of each block."""
-
-    buffers: torch.Tensor
-    pads: torch.Tensor
-    counts: torch.Tensor
-    rank: int
-    blocks: int  # that the signals suffice for
-    handle: Any = None
-
-
-_rooms: dict[
-    tuple[str, str], tuple[Any, int, Room | str]
-] = {}  # by group and use: the group, bytes, or why there is none
-
-
-def refuses(device: torch.device, group: Any = None) -> str | None:
-    """Returns why the ranks of a group cannot read each other's memory, or None. The first call is a collective."""
-    found = _found(device, group, "sums", 2 * HALF)
-    return found if isinstance(found, str) else None
-
-
-def room(device: torch.device, group: Any, use: str, nbytes: int) -> Room:
-    """Returns a room of at least so many bytes a rank, made by all ranks at the first call and when it must grow.
-
-    Raises RidgelineError with the reason if there can be none, or if it would have to be made while a graph is
-    captured."""
-    found = _found(device, group, use, nbytes)
-    if isinstance(found, str):
-        raise RidgelineError(f"parallel: there is no symmetric memory here: {found}")
-    return found
-
-
-def _found(device: torch.device, group: Any, use: str, nbytes: int) -> Room | str:
-    if device.type != "cuda":
-        return f"it is memory of NVIDIA GPUs, and the tensors are on the {device.type}"
-    groups.ready()
-    group = group or dist.group.WORLD
-    where = group.group_name, use
-    known, most, found = _rooms.get(where, (None, 0, ""))
-    if known is group and (isinstance(found, str) or most >= nbytes):
-        return found
-    if torch.cuda.is_current_stream_capturing():
-        raise RidgelineError("parallel: symmetric memory is made by the first call, which a graph cannot capture")
-    nbytes = max(nbytes, 2 * most)
-    _rooms.pop(where, None)  # frees what was too small
-    found = _unlike(group) or _made(device, group, nbytes)
-    _rooms[where] = group, nbytes, found
-    return found
-
-
-def _unlike(group: Any) -> str | None:
-    """Returns what speaks against shared memory before it is tried, the same on each rank."""
-    world = groups.size(group)
-    if world > RANKS:
-        return f"it is for at most {RANKS} ranks, and there are {world}"
-    hosts: list[Any] = [None] * world
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return f"the ranks are on {len(set(hosts))} hosts" if len(set(hosts)) > 1 else None
-
-
-def _made(device: torch.device, group: Any, nbytes: int) -> Room | str:
-    import torch.distributed._symmetric_memory as torchs
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    try:
-        # Not torchs.empty: tensors of one of its pools may share their signals.
-        tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name)
-        handle = torchs.rendezvous(tensor, group.group_name)
-    except RuntimeError as error:
-        return f"torch says: {str(error).splitlines()[0]}"
-    rank, world = groups.rank(group), groups.size(group)
-    start = tensor.data_ptr() - handle.buffer_ptrs[rank]
-    buffers = torch.tensor([p + start for p in handle.buffer_ptrs], device=device)
-    pads = torch.tensor(list(handle.signal_pad_ptrs), device=device)
-    counts = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
-    slots = getattr(torchs, "get_signal_pad_size", lambda: 2048)() // 4
-    dist.barrier(group)  # no rank signals before all have made theirs
-    return Room(buffers, pads, counts, rank, min(BLOCKS, slots // world), (handle, tensor))
-
-
 # --- the sums
 
 LIBRARY = torch.library.Library("ridgeline_parallel", "DEF")  # so that modes see the calls, as those of collectives
@@ -215,6 +128,11 @@ for _name, _run in (("one_shot", _one_shot), ("two_shot", _two_shot)):
     torch.library.register_fake(f"ridgeline_parallel::{_name}", lambda x, *_: torch.empty_like(x), lib=LIBRARY)
 
 
+def refuses(device: torch.device, group: Any = None) -> str | None:
+    """Returns why the ranks of a group cannot sum so, or None. The first call is a collective."""
+    return rooms.refuses(device, group, USE, 2 * HALF)
+
+
 def summed_in(room: Room, x: torch.Tensor, shots: int) -> torch.Tensor:
     """Returns the sum over the ranks of a room."""
     run = _one_shot if shots == 1 else _two_shot
@@ -245,7 +163,7 @@ def all_reduce(x: torch.Tensor, group: Any = None, *, shots: int | None = None) 
         raise RidgelineError(f"all_reduce: shots must be 1, 2 or None, but is {shots!r}")
     if groups.size(group) == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    shared = room(x.device, group, "sums", 2 * HALF)
+    shared = rooms.room(x.device, group, USE, 2 * HALF)
     return summed_in(shared, x, shots or shots_for(x.nbytes, groups.size(group)))
 
 
@@ -257,3 +175,13 @@ def one_shot_all_reduce(x: torch.Tensor, group: Any = None) -> torch.Tensor:
 def two_shot_all_reduce(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     """Returns the sum over ranks; each sums a part and reads the other parts' sums."""
     return all_reduce(x, group, shots=2)
+
+
+def engine_all_reduce(x: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Returns the sum over ranks, by torch's own one-shot kernel over symmetric memory. x: float32 or bfloat16."""
+    if groups.size(group) == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    shared = rooms.room(x.device, group, "engine", max(x.nbytes, 1 << 20))
+    name = (group or dist.group.WORLD).group_name
+    mine = shared.kept[1][: x.nbytes].view(x.dtype).view(x.shape)
+    return torch.ops.symm_mem.one_shot_all_reduce(mine.copy_(x), "sum", name)
