@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -98,6 +100,26 @@ def test_sums_in_the_order_of_ranks(world: int, blocks: int, calls: Calls, half:
     with tempfile.TemporaryDirectory() as folder:
         found = groups.spawn(sums, world, folder, blocks, calls, half, start, timeout=120)
     assert found == [[]] * world
+
+
+def sums_of_a_slow_rank(folder: str, shots: int) -> list[str]:
+    """Rank 1 is late after each meeting, when rank 0 goes on to the next call."""
+    meet = symmetric._meet
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        meet(*args, **kwargs)
+        time.sleep(0.3 * groups.rank())
+
+    with mock.patch.object(symmetric, "_meet", late):
+        return sums(folder, 1, [(50 + n, torch.float32, shots) for n in range(4)], 1 << 24, 0)
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="processes share memory in Triton's interpreter alone")
+@pytest.mark.parametrize("shots", [1, 2])
+def test_no_rank_overwrites_what_a_slow_one_reads(shots: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert groups.spawn(sums_of_a_slow_rank, 2, folder, shots, timeout=60) == [[]] * 2
 
 
 @pytest.mark.parametrize(("shots", "share"), [("one_shot", 7.0), ("two_shot", 1.75)])
