@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import time
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ridgeline.boundary import INTERPRETED
+from ridgeline import device
+from ridgeline.boundary import INTERPRETED, Launch, observe
+from ridgeline.lab.analysis import inspect as lab_inspect
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import collectives, groups, rooms, symmetric
 from ridgeline.parallel.rung import Traffic, observed
@@ -120,6 +123,28 @@ def sums_of_a_slow_rank(folder: str, shots: int) -> list[str]:
 def test_no_rank_overwrites_what_a_slow_one_reads(shots: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert groups.spawn(sums_of_a_slow_rank, 2, folder, shots, timeout=60) == [[]] * 2
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("shots", [1, 2])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_reads_of_other_gpus_are_wide(arch: str, shots: int) -> None:
+    """Whatever the number of elements, 16 bytes a thread. Signals are released and acquired for the whole system."""
+    launched: list[Launch] = []
+    tables = [torch.empty(8, dtype=torch.int64, device="meta") for _ in range(2)]
+    counts = torch.empty(rooms.BLOCKS, dtype=torch.int32, device="meta")
+    with device.pretend(arch), observe(launched.append):
+        x = torch.empty(4097, dtype=torch.bfloat16, device="meta")
+        symmetric.summed_in(rooms.Room(*tables, counts, 3, 64), x, shots)
+    [launch] = launched
+    assert launch.grid == (2,)
+    found = lab_inspect.of_launch(launch)
+    assert found.spill_loads == found.spill_stores == 0
+    ptx = found.texts["ptx"]
+    assert ptx.count("ld.global.v4.b32") == 8 + (shots == 2)
+    assert len(re.findall(r"atom\.global\.sys\.release\.exch|atom\.global\.release\.sys\.exch", ptx)) == shots
+    assert len(re.findall(r"atom\.global\.acquire\.sys\.cas", ptx)) == shots
+    assert found.registers <= 128  # 512 threads
 
 
 @pytest.mark.parametrize(("shots", "share"), [("one_shot", 7.0), ("two_shot", 1.75)])

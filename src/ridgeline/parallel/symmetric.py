@@ -182,6 +182,6 @@ def engine_all_reduce(x: torch.Tensor, group: Any = None) -> torch.Tensor:
     if groups.size(group) == 1:
         return x.clone(memory_format=torch.contiguous_format)
     shared = rooms.room(x.device, group, "engine", max(x.nbytes, 1 << 20))
-    name = (group or dist.group.WORLD).group_name
+    whole: Any = group or dist.group.WORLD
     mine = shared.kept[1][: x.nbytes].view(x.dtype).view(x.shape)
-    return torch.ops.symm_mem.one_shot_all_reduce(mine.copy_(x), "sum", name)
+    return torch.ops.symm_mem.one_shot_all_reduce(mine.copy_(x), "sum", whole.group_name)

@@ -230,10 +230,10 @@ class _LinearScatter(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, d: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        whole, work = _start_gather(d, *ctx.way) if ctx.needs_input_grad[1] else (d, None)
+        (x, weight), (group, over) = ctx.saved_tensors, ctx.way
+        whole, work = _start_gather(d, group, over) if ctx.needs_input_grad[1] else (d, None)
         pieces = work if isinstance(work, pulls.Pieces) else None
-        dx = _gather_product(d, [weight.mT], *ctx.way, pieces)[0] if ctx.needs_input_grad[0] else None
+        dx = _gather_product(d, [weight.mT], group, over, pieces)[0] if ctx.needs_input_grad[0] else None
         dw = None
         if work is not None:
             work.wait()
