@@ -76,14 +76,15 @@ def test_reruns_have_the_same_bits(world: int) -> None:
 def two_on_one_gpu() -> list[str]:
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(0)
-    return [symmetric.refuses(torch.device("cuda", 0)) or "", *sums([1, 4096, 100_003], 0)]
+    refused = symmetric.refuses(torch.device("cuda", 0))
+    return [refused] if refused else sums([1, 4096, 100_003], 0)
 
 
 def test_two_processes_on_one_gpu() -> None:
     found = groups.spawn(two_on_one_gpu, 2, backend="gloo", timeout=120)
-    if found[0][0]:
+    if found[0] and found[0][0].startswith("torch makes no symmetric memory"):
         pytest.skip(found[0][0])
-    assert found == [[""]] * 2
+    assert found == [[]] * 2
 
 
 def captured() -> list[str]:
@@ -93,7 +94,7 @@ def captured() -> list[str]:
     for shots in (1, 2):
         symmetric.all_reduce(x, shots=shots)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             ys = [symmetric.all_reduce(x * k, shots=shots) for k in (1, 2, 4)]
         for seed in range(10):
             x.copy_(given(n, here, torch.float32, seed))
@@ -142,7 +143,7 @@ def products(dtype: torch.dtype) -> list[tuple[str, float, float]]:
 def test_products_are_as_exact_as_the_decomposed(world: int, dtype: torch.dtype) -> None:
     for errors in groups.spawn(products, world, dtype, backend="nccl", timeout=120):
         for name, ours, decomposed in errors:
-            assert ours <= 1.05 * decomposed + 1e-7, (name, ours, decomposed)
+            assert ours <= 1.05 * decomposed + 2e-7, (name, ours, decomposed)
 
 
 def rungs() -> list[str]:

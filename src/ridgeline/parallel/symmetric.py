@@ -68,6 +68,9 @@ def _all_reduce(
     count = tl.load(counts + block)  # of meetings: two for each call, whether it needs the second or not
     half = ((count >> 1) & 1) * HALF
     own = _memory(buffers, rank, half, kind)
+    memory = (_memory(buffers, 0, half, kind),)
+    for peer in tl.static_range(1, WORLD):
+        memory = memory + (_memory(buffers, peer, half, kind),)
     for tile in range(block, tiles, blocks):
         at = tile * TILE + lane
         tl.store(own + at, tl.load(x + at, mask=at < n, other=0))  # whole tiles, so that reads need no mask
@@ -78,9 +81,12 @@ def _all_reduce(
     first = block + blocks * ((rank + WORLD - block % WORLD) % turn)
     for tile in range(first, tiles, blocks * turn):
         at = tile * TILE + lane
-        total = tl.load(_memory(buffers, 0, half, kind) + at).to(tl.float32)
+        terms = (tl.load(memory[0] + at),)
         for peer in tl.static_range(1, WORLD):
-            total += tl.load(_memory(buffers, peer, half, kind) + at).to(tl.float32)
+            terms = terms + (tl.load(memory[peer] + at),)  # reads begin before the first ends
+        total = terms[0].to(tl.float32)
+        for peer in tl.static_range(1, WORLD):
+            total += terms[peer].to(tl.float32)
         if SHOTS == 1:
             tl.store(out + at, total.to(kind), mask=at < n)
         else:
