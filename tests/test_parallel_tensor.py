@@ -15,7 +15,7 @@ from ranks import run_ranks
 from ridgeline.lm.model import Transformer
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups, rooms, splits, tensor
+from ridgeline.parallel import collectives, groups, rooms, splits, symmetric, tensor
 from ridgeline.parallel import models as split_models
 from ridgeline.parallel.rung import observed
 from shared_memory import Threads
@@ -234,8 +234,10 @@ def test_models_equal_one_process(name: str) -> None:
             torch.testing.assert_close(state, dict(net.state_dict()), rtol=0, atol=0)
 
 
-def layers(rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn.Embedding, sequence: bool) -> Any:
-    first, second = tensor.Column(up, sequence=sequence), tensor.Row(down, sequence=sequence)
+def layers(
+    rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn.Embedding, sequence: bool, over: str
+) -> Any:
+    first, second = tensor.Column(up, sequence=sequence, over=over), tensor.Row(down, sequence=sequence, over=over)
     table = tensor.Vocab(embed, sequence=sequence)
     tokens = torch.arange(16).view(2, 8) % 12
     own = mine(x, 1).clone().requires_grad_() if sequence else x.clone().requires_grad_()
@@ -246,16 +248,26 @@ def layers(rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn
     return y, dx, second.bias.grad, *[tensor.gathered(p.grad, None, dim) for p, dim in parts if p.grad is not None]
 
 
+@pytest.mark.parametrize("over", tensor.OVER)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_layers_equal_one_process(sequence: bool) -> None:
+def test_layers_equal_one_process(sequence: bool, over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[torch.Size] = []
+
+    def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+        summed.append(x.shape)
+        return collectives.engine_all_reduce(x, group)
+
+    monkeypatch.setattr(rooms, "room", Threads(4).room)
+    monkeypatch.setattr(symmetric, "all_reduce", all_reduce)
     up, down, embed = nn.Linear(8, 12).double(), nn.Linear(12, 8).double(), nn.Embedding(12, 8).double()
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     own = x.clone().requires_grad_()
     y = down(up(own).relu()) + embed(torch.arange(16).view(2, 8) % 12)
     y.square().sum().backward()
     wanted = [y.detach(), own.grad, down.bias.grad, up.weight.grad, up.bias.grad, down.weight.grad, embed.weight.grad]
-    for found in run_ranks(4, layers, x, up, down, embed, sequence):
+    for found in run_ranks(4, layers, x, up, down, embed, sequence, over):
         torch.testing.assert_close(list(found), wanted, **EXACT)
+    assert len(summed) == (2 * 4 if over == "symmetric" and not sequence else 0)  # y, and the gradient of x
 
 
 def on_gloo(net: nn.Module, inputs: list[torch.Tensor]) -> list[Any]:
