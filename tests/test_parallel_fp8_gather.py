@@ -59,7 +59,7 @@ def same(net: nn.Module, one: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(whole, one.parameters(), strict=True))
 
 
-def trained(recipe: str, optimizer: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def trained(recipe: str, steps: int, options: dict[str, Any]) -> None:
     """Trains beside one process that sums the ranks' gradients: all bits are equal, step for step."""
     world, sizes = groups.size(), SIZES[recipe]
     bits = 0.0 if world == 2 else 1e-5  # sums of four have an order
@@ -67,8 +67,8 @@ def trained(recipe: str, optimizer: type[torch.optim.Optimizer], options: dict[s
     if options.pop("replicas", False):
         options["mesh"] = groups.mesh(replicate=2, shard=world // 2)
     apply(net, fp8_gather=True, **options)
-    plain, sharded = optimizer(one.parameters(), lr=0.02), optimizer(net.parameters(), lr=0.02)
-    for n in range(3):
+    plain, sharded = (torch.optim.SGD(m.parameters(), lr=0.02) for m in (one, net))
+    for n in range(steps):
         data = inputs(n, world, sizes[0])
         for x in data:
             wanted = one(x)
@@ -96,7 +96,7 @@ WAYS: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("recipe", "world", "options"), WAYS, ids=str)
 def test_steps_are_those_of_one_process(recipe: str, world: int, options: dict[str, Any]) -> None:
-    groups.spawn(trained, world, recipe, torch.optim.SGD, options)
+    groups.spawn(trained, world, recipe, 3, options)
 
 
 def kept() -> None:
@@ -293,3 +293,10 @@ def refusals() -> None:
 
 def test_refusals() -> None:
     groups.spawn(refusals, 2)
+
+
+@pytest.mark.kernels
+def test_our_kernels_make_the_same_codes(device: str) -> None:
+    if device == "cuda":
+        pytest.skip("its ranks are processes on the CPU")
+    groups.spawn(trained, 2, "tensor", 1, {}, timeout=120)

@@ -105,7 +105,10 @@ def reference(
 ) -> Codes | Both:  # fmt: skip
     v, group = x.detach().float(), GROUPS[block]
     scale = _scale(extremes(v.abs(), group)[1] if largest is None else largest, dtype)
-    made = (v / spread(scale, v, group)).to(dtype).contiguous(), scale.to(torch.promote_types(x.dtype, torch.float32))
+    v = v / spread(scale, v, group)
+    if largest is not None:  # torch's conversions need not saturate
+        v = v.clamp(-MOST[dtype], MOST[dtype])
+    made = v.to(dtype).contiguous(), scale.to(torch.promote_types(x.dtype, torch.float32))
     if transpose:
         codes, scales = reference(x.mT, block=block, dtype=dtype)  # type: ignore[misc]
         return *made, codes.contiguous(), scales
