@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-import ridgeline
-import ridgeline.optim
 from ridgeline.nn import Fp8Linear
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import apply, fp8_gathering, groups, load, save
@@ -55,21 +52,22 @@ def inputs(n: int, ranks: int, width: int) -> list[torch.Tensor]:
 
 
 def same(net: nn.Module, one: nn.Module) -> bool:
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]  # type: ignore[operator]
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
     return all(torch.equal(p, q) for p, q in zip(whole, one.parameters(), strict=True))
 
 
-def trained(recipe: str, steps: int, options: dict[str, Any]) -> None:
+def trained(recipe: str, steps: int, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
     """Trains beside one process that sums the ranks' gradients: all bits are equal, step for step."""
-    world, sizes = groups.size(), SIZES[recipe]
+    world, sizes = groups.size(), options.pop("sizes", SIZES[recipe])
+    where = {"device": "cuda" if dist.get_backend() == "nccl" else "cpu", "dtype": dtype}
     bits = 0.0 if world == 2 else 1e-5  # sums of four have an order
-    one, net = Net(recipe, *sizes), Net(recipe, *sizes)
+    one, net = (Net(recipe, *sizes).to(**where) for _ in range(2))
     if options.pop("replicas", False):
         options["mesh"] = groups.mesh(replicate=2, shard=world // 2)
     apply(net, fp8_gather=True, **options)
     plain, sharded = (torch.optim.SGD(m.parameters(), lr=0.02) for m in (one, net))
     for n in range(steps):
-        data = inputs(n, world, sizes[0])
+        data = [x.to(**where) for x in inputs(n, world, sizes[0])]
         for x in data:
             wanted = one(x)
             (wanted.square().sum() / world).backward()
@@ -79,9 +77,9 @@ def trained(recipe: str, steps: int, options: dict[str, Any]) -> None:
         assert torch.equal(found.detach(), mine)
         found.square().sum().backward()
         for own, p in zip(net.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(own.grad.full_tensor(), p.grad, rtol=bits, atol=bits)  # type: ignore[union-attr,operator]
+            torch.testing.assert_close(own.grad.full_tensor(), p.grad, rtol=bits, atol=bits)
             if bits:
-                p.grad = own.grad.full_tensor()  # type: ignore[union-attr,operator]
+                p.grad = own.grad.full_tensor()
         for o in (plain, sharded):
             o.step()
             o.zero_grad()
@@ -105,7 +103,7 @@ def kept() -> None:
     seen: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         loss = net(inputs(0, 1, 24)[0]).square().sum()
-    shapes = [tuple(layer.weight.shape) for m in net.layers for layer in (m.up, m.down)]  # type: ignore[union-attr]
+    shapes = [tuple(layer.weight.shape) for m in net.layers for layer in (m.up, m.down)]
     codes = [t for t in seen if t.dtype == E4M3 and tuple(t.shape) in shapes]
     assert len(codes) == 4
     assert all(t.untyped_storage().size() == 0 for t in codes)
@@ -127,11 +125,11 @@ def changed() -> None:
                 for p in model.parameters():
                     p.mul_(factor)
         # The first way runs no hook of the root, so each weight is agreed on by itself.
-        for found, wanted in ((net.layers[0](x), one.layers[0](x)), (net(x), one(x))):  # type: ignore[index]
+        for found, wanted in ((net.layers[0](x), one.layers[0](x)), (net(x), one(x))):
             assert torch.equal(found, wanted)
     with torch.no_grad():
         one.layers[0].up.weight[50, 3] = torch.nan
-        shard = net.layers[0].up.weight.to_local()  # type: ignore[union-attr,index]
+        shard = net.layers[0].up.weight.to_local()
         if groups.rank() == groups.size() - 1:  # rows 26 to 50
             shard[24, 3] = torch.nan
     assert net(x).isnan().all() == one(x).isnan().all()
@@ -152,7 +150,7 @@ def narrow() -> None:
     found = net(x)
     assert torch.equal(found, one(x.bfloat16()))
     found.square().sum().backward()
-    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}  # type: ignore[union-attr]
+    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
     assert {p.dtype for p in net.parameters()} == {torch.float32}
 
 
@@ -203,7 +201,7 @@ def saved(folder: str) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
 
     step(net, optimizer, 0)
-    whole = {n: p.full_tensor().detach().clone() for n, p in net.named_parameters()}  # type: ignore[operator]
+    whole = {n: p.full_tensor().detach().clone() for n, p in net.named_parameters()}
     save(folder, net, optimizer, 1).wait()
     step(net, optimizer, 1)
     again = apply(Net(), fp8_gather=True)
@@ -211,13 +209,13 @@ def saved(folder: str) -> dict[str, torch.Tensor]:
         nn.init.zeros_(p)
     resumed = torch.optim.AdamW(again.parameters(), lr=0.5)
     assert load(folder, again, resumed) == 1
-    assert isinstance(again.layers[0].up.weight._local_tensor, fp8_gathering.Shard)  # type: ignore[union-attr,index]
+    assert isinstance(again.layers[0].up.weight._local_tensor, fp8_gathering.Shard)
     states = [s for state in optimizer.state.values() for s in state.values() if hasattr(s, "to_local")]
     assert states
     assert {type(s.to_local()) for s in states} == {torch.Tensor}
     step(again, resumed, 1)
     for p, q in zip(again.parameters(), net.parameters(), strict=True):
-        assert torch.equal(p.full_tensor(), q.full_tensor())  # type: ignore[operator]
+        assert torch.equal(p.full_tensor(), q.full_tensor())
     state = again.state_dict()
     other = apply(Net(), fp8_gather=True)
     other.load_state_dict(state, assign=True)
@@ -227,7 +225,7 @@ def saved(folder: str) -> dict[str, torch.Tensor]:
     with observed() as before:
         assert torch.equal(found, again(x))
     assert traffic.bytes == before.bytes  # still in 8 bits
-    shard = again.layers[0].up.weight._local_tensor  # type: ignore[union-attr,index]
+    shard = again.layers[0].up.weight._local_tensor
     copied = pickle.loads(pickle.dumps(shard))
     assert type(copied) is torch.Tensor
     assert torch.equal(copied, fp8_gathering.plain(shard))
@@ -237,7 +235,7 @@ def saved(folder: str) -> dict[str, torch.Tensor]:
 def loaded(folder: str, sharded: bool) -> dict[str, torch.Tensor]:
     net = apply(Net(), fp8_gather=True) if sharded else Net()
     assert load(folder, net, torch.optim.AdamW(net.parameters())) == 1
-    return {n: p.full_tensor() if sharded else p.detach() for n, p in net.named_parameters()}  # type: ignore[operator]
+    return {n: p.full_tensor() if sharded else p.detach() for n, p in net.named_parameters()}
 
 
 def test_checkpoints_resume_bitwise_and_load_elsewhere(tmp_path: Path) -> None:
@@ -258,33 +256,33 @@ def refusals() -> None:
     with pytest.raises(RidgelineError, match="keeps no 8-bit weights on 2 ranks; with fp8_gather, reshard is True"):
         apply(Net(), fp8_gather=True, reshard=2)
     net = Net()
-    net.layers[1].up.recipe = "row"  # type: ignore[union-attr,assignment]
-    with pytest.warns(UserWarning, match=r"layers\.1\.up keep the ordinary gather: the recipe 'row'"):
+    net.layers[1].up.recipe = "row"
+    with pytest.warns(UserWarning, match=r"layers\.1\.up keeps the ordinary gather: the recipe 'row'"):
         apply(net, fp8_gather=True)
     x = inputs(0, 1, 24)[0]
     one = Net()
-    one.layers[1].up.recipe = "row"  # type: ignore[union-attr,assignment]
+    one.layers[1].up.recipe = "row"
     assert torch.equal(net(x), one(x))
     tied = Net(hidden=24)
-    tied.layers[0].up.weight = tied.layers[0].down.weight  # type: ignore[union-attr,assignment]
-    tied.layers[1].other = nn.Linear(24, 24)  # type: ignore[union-attr,assignment]
-    tied.layers[1].other.weight = tied.layers[1].up.weight  # type: ignore[union-attr]
+    tied.layers[0].up.weight = tied.layers[0].down.weight
+    tied.layers[1].other = nn.Linear(24, 24)
+    tied.layers[1].other.weight = tied.layers[1].up.weight
     one = copy.deepcopy(tied)
     with pytest.warns(UserWarning, match="another layer has the same weight and reads it in full precision"):
         apply(tied, fp8_gather=True)
     y, wanted = tied(x), one(x)
     assert torch.equal(y, wanted)
     (y.sum() + wanted.sum()).backward()
-    grads = [m.layers[0].up.weight.grad for m in (tied, one)]  # type: ignore[union-attr,index]
+    grads = [m.layers[0].up.weight.grad for m in (tied, one)]
     assert torch.equal(grads[0].full_tensor(), grads[1])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net = apply(Net(), fp8_gather=True)
-    net.layers[0].up.forward = lambda x: nn.functional.linear(x, net.layers[0].up.weight)  # type: ignore[union-attr,index,assignment]
+    net.layers[0].up.forward = lambda x: nn.functional.linear(x, net.layers[0].up.weight)
     with pytest.raises(RidgelineError, match="its forward no longer takes them"):
         net(x)
     net = apply(Net(), fp8_gather=True)
-    up = net.layers[0].up  # type: ignore[union-attr,index]
+    up = net.layers[0].up
     up.register_forward_pre_hook(lambda m, _: m.weight.abs())
     assert "8 bits" in repr(up.weight) or "DTensor" in repr(up.weight)
     with pytest.raises(RidgelineError, match=r"abs.* reads a weight of which only 8-bit codes were gathered"):

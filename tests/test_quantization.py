@@ -60,7 +60,9 @@ def test_parts_of_a_tensor_share_its_scale(shape: tuple[int, ...], dtype: torch.
         same((q, s), (whole[20 * n : 20 * n + 20], scale))
     q, s = both("quantize_fp8", 8 * x.sign(), block="tensor", dtype=dtype, largest=x.new_full((), 2.0))
     assert torch.equal(q.float(), torch.finfo(dtype).max * x.sign())
-    same(both("quantize_fp8", x, block="tensor", dtype=dtype, largest=x.new_zeros(()))[1:], (x.new_full((), 2.0**-126),))
+    same(
+        both("quantize_fp8", x, block="tensor", dtype=dtype, largest=x.new_zeros(()))[1:], (x.new_full((), 2.0**-126),)
+    )
 
 
 def test_ties_of_int8_go_to_even(device: str) -> None:

@@ -84,7 +84,7 @@ class Shard(torch.Tensor):
         return ((nn.functional.pad(sent, (0, 0, 0, missing)) if missing else sent),), (outer_size, scale)
 
     def _largest(self, module: nn.Module, mesh: DeviceMesh) -> torch.Tensor:
-        """Returns the agreed size, or agrees on this weight alone: it changed since, or the root's forward never ran."""
+        """Returns the agreed size, or agrees on this weight alone: if it changed, or the root never ran."""
         known, weight = _agreed.get(module), module.weight
         if known is None or known.weight() is not weight or known.versions != _versions(weight, self):
             return _sizes([plain(self)], mesh.get_group())[0]
@@ -150,7 +150,7 @@ def plain(shard: torch.Tensor) -> torch.Tensor:
 
 
 def _versions(weight: Any, shard: torch.Tensor) -> tuple[int, int]:
-    """Returns how often autograd saw a weight change: torch counts writes to a DTensor apart from those to its shard."""
+    """Returns how often a weight was written: torch counts for a DTensor and for its shard apart."""
     return weight._version, shard._version
 
 
@@ -210,11 +210,13 @@ def mark(module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
             else:
                 left.setdefault(reason, []).append(name)
     if not chosen:
-        why = next(iter(left), "it has no layer that trains in 8 bits, as nn.Fp8Linear or hf.patch(..., 'fp8-training')")
+        why = next(
+            iter(left), "it has no layer that trains in 8 bits, as nn.Fp8Linear or hf.patch(..., 'fp8-training')"
+        )
         raise RidgelineError(f"parallel: fp8_gather has nothing to gather in {type(module).__name__}: {why}")
     for reason, names in left.items():
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        warnings.warn(f"parallel: {names[0]}{more} keep the ordinary gather: {reason}", stacklevel=3)
+        who = f"{names[0]} and {len(names) - 1} more keep" if names[1:] else f"{names[0]} keeps"
+        warnings.warn(f"parallel: {who} the ordinary gather: {reason}", stacklevel=3)
     made: dict[torch.Tensor, nn.Parameter] = {}
     for layer in chosen:
         old = layer.weight

@@ -66,7 +66,11 @@ def apply(
         raise RidgelineError(
             "parallel: the model checkpoints its layers by itself; give either every= or checkpointing="
         )
-    layers = _in_8_bits(module, mesh, reshard) if fp8_gather else []
+    if fp8_gather and not isinstance(reshard, bool):
+        raise RidgelineError(
+            f"parallel: FSDP2 keeps no 8-bit weights on {reshard} ranks; with fp8_gather, reshard is True or False"
+        )
+    layers = fp8_gathering.mark(module, mesh) if fp8_gather else []
     for unit in chosen:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -81,12 +85,6 @@ def apply(
         else:
             recompute(chosen)
     return module
-
-
-def _in_8_bits(module: nn.Module, mesh: DeviceMesh, reshard: bool | int) -> list[nn.Module]:
-    if not isinstance(reshard, bool):
-        raise RidgelineError(f"parallel: FSDP2 keeps no 8-bit weights on {reshard} ranks; with fp8_gather, reshard is True or False")
-    return fp8_gathering.mark(module, mesh)
 
 
 def recompute(units: Sequence[nn.Module]) -> None:
