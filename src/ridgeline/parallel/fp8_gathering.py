@@ -48,7 +48,7 @@ _agreed: WeakKeyDictionary[nn.Module, Agreed] = WeakKeyDictionary()
 class Shard(torch.Tensor):
     """A rank's rows of a weight that are gathered in 8 bits. It is saved and pickled as a plain tensor."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, data: torch.Tensor) -> Shard:
@@ -58,10 +58,10 @@ class Shard(torch.Tensor):
         return plain(self).__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if any(kind is not cls for kind in types):
             return NotImplemented
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             found = func(*args, **(kwargs or {}))
         return cls(found) if func in SAME and type(found) is torch.Tensor else found
 
@@ -113,7 +113,7 @@ class Gathered(torch.Tensor):
 
     codes: torch.Tensor
     scale: torch.Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Gathered:
@@ -125,11 +125,11 @@ class Gathered(torch.Tensor):
     def quantized(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.codes, self.scale
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gathered({tuple(self.shape)}, dtype={self.dtype}, in 8 bits)"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         own = args[0] if args else None
         if isinstance(own, cls):
             if func in (aten.detach.default, aten.alias.default) or (
@@ -200,7 +200,8 @@ def mark(module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
     for m in module.modules():
         for p in m.parameters(recurse=False):
             users.setdefault(p, []).append(m)
-    chosen, left = [], {}
+    chosen: list[nn.Module] = []
+    left: dict[str, list[str]] = {}
     for name, layer in module.named_modules():
         recipe = fp8_recipe(layer)
         if recipe is not None:
@@ -219,7 +220,7 @@ def mark(module: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
         warnings.warn(f"parallel: {who} the ordinary gather: {reason}", stacklevel=3)
     made: dict[torch.Tensor, nn.Parameter] = {}
     for layer in chosen:
-        old = layer.weight
+        old: Any = layer.weight
         if old not in made:
             made[old] = nn.Parameter(Shard(old.detach()), old.requires_grad)
         layer.weight = made[old]
@@ -250,7 +251,8 @@ def gathered_bytes(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dty
             total += whole
         else:
             total += whole * (compute_dtype or p.dtype).itemsize
-    for layer in module.modules():
-        if fp8_recipe(layer) == "block" and isinstance(getattr(layer.weight, "_local_tensor", None), Shard):
-            total += 4 * math.prod(-(-n // SQUARE) for n in layer.weight.shape)
+    squares: set[Any] = {layer.weight for layer in module.modules() if fp8_recipe(layer) == "block"}
+    for weight in squares:
+        if isinstance(getattr(weight, "_local_tensor", None), Shard):
+            total += 4 * math.prod([-(-n // SQUARE) for n in weight.shape])
     return total
