@@ -512,8 +512,7 @@ def fp8_linear(
     main_grad: a contiguous float32 buffer (N, K), or None. Backward adds the weight's gradient to it in the product's
     epilogue and gives the weight none: `weight.grad` stays None, as with TransformerEngine's fuse_wgrad_accumulation.
     quantized: the weight's codes and scales as `quantize_fp8` makes them for the recipe "tensor" or "block", or None.
-    Both products take them, and the values of `weight` are not read: one that is quantised once for many calls, or that
-    came from other ranks in 8 bits. Backward transposes the codes, and keeps no copy of them.
+    Products take them, and the values of `weight` are not read. Backward transposes the codes, and keeps no copy.
     Sums move to float32 every 128 of the summed dimension; for a float32 x all sums are float32, which is slower.
     Autocast casts x alone: the weight is quantised from its own dtype. Gradients flow to x, weight and bias, once.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call. No kernel runs on

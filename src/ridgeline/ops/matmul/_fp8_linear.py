@@ -26,7 +26,7 @@ def check_sums(plain: Any, main_grad: Any) -> None:
         )
 
 
-def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any) -> None:
+def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any, quantized: Any = None) -> None:
     tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
@@ -45,9 +45,11 @@ def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any) -> None:
         raise RidgelineError(f"fp8_linear: bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if main_grad is not None:
         _main_grad.check(main_grad, weight, "fp8_linear")
+    if quantized is not None:
+        _check_quantized(quantized, weight, recipe)
 
 
-def check_quantized(quantized: Any, weight: _T, recipe: str) -> None:
+def _check_quantized(quantized: Any, weight: _T, recipe: str) -> None:
     """Raises RidgelineError if these are no codes and scales of a weight that both products can take."""
     if not isinstance(quantized, tuple | list) or len(quantized) != 2 or not all(map(torch.is_tensor, quantized)):
         raise RidgelineError("fp8_linear: quantized must be (codes, scales), two tensors, or None")

@@ -23,12 +23,12 @@ from ridgeline.select import eager, find, why_not
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
+_Pair = tuple[torch.Tensor, torch.Tensor] | None  # codes and scales
 E4M3 = "float8_e4m3fn"
 
 
 def reference(
-    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None,
-    quantized: tuple[_T, _T] | None = None,
+    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None, quantized: _Pair = None
 ) -> _T:  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if not compiling and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
@@ -56,17 +56,14 @@ def fp8_linear(
     main_grad: a contiguous float32 buffer (N, K), or None. Backward adds the weight's gradient to it in the product's
     epilogue and gives the weight none: `weight.grad` stays None, as with TransformerEngine's fuse_wgrad_accumulation.
     quantized: the weight's codes and scales as `quantize_fp8` makes them for the recipe "tensor" or "block", or None.
-    Both products take them, and the values of `weight` are not read: one that is quantised once for many calls, or that
-    came from other ranks in 8 bits. Backward transposes the codes, and keeps no copy of them.
+    Products take them, and the values of `weight` are not read. Backward transposes the codes, and keeps no copy.
     Sums move to float32 every 128 of the summed dimension; for a float32 x all sums are float32, which is slower.
     Autocast casts x alone: the weight is quantised from its own dtype. Gradients flow to x, weight and bias, once.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call. No kernel runs on
     NVIDIA GPUs before sm_89, which have no 8-bit floating-point matrix units; `impl="naive"` emulates them there.
     """
     (x,) = in_autocast(x)
-    _fp8_linear.check(x, weight, bias, recipe, main_grad)
-    if quantized is not None:
-        _fp8_linear.check_quantized(quantized, weight, recipe)
+    _fp8_linear.check(x, weight, bias, recipe, main_grad, quantized)
     plain = eager(FP8_LINEAR, impl, x, weight)
     _fp8_linear.check_sums(plain, main_grad)
     if plain is not None and plain.call is not None:
@@ -83,8 +80,7 @@ def fp8_linear(
 
 
 def cost(
-    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None,
-    quantized: tuple[_T, _T] | None = None,
+    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None, quantized: _Pair = None
 ) -> tuple[Cost, Cost]:  # fmt: skip
     """Returns the costs: each matrix read once in its dtype, and what backward keeps once in 8 bits."""
     rows = x.numel() // max(1, x.shape[-1])
