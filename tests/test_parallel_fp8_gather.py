@@ -240,9 +240,9 @@ def loaded(folder: str, sharded: bool) -> dict[str, torch.Tensor]:
 
 def test_checkpoints_resume_bitwise_and_load_elsewhere(tmp_path: Path) -> None:
     folder = str(tmp_path / "step1")
-    wanted = groups.spawn(saved, 2, folder)[0]
+    wanted = groups.spawn(saved, 2, folder, timeout=120)[0]
     for world, sharded in ((1, False), (4, True)):
-        found = groups.spawn(loaded, world, folder, sharded)[0]
+        found = groups.spawn(loaded, world, folder, sharded, timeout=120)[0]
         assert all(torch.equal(found[n], p) for n, p in wanted.items())
 
 
