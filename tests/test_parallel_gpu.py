@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import ridgeline
 import test_parallel_experts as of_experts
+import test_parallel_fp8_gather as of_fp8_gather
 import test_parallel_loss as of_loss
 import test_parallel_tensor as of_tensor
 import test_ring_attention as of_rings
@@ -150,6 +151,16 @@ def sharded() -> float:
 
 def test_fsdp2_with_our_kernels(backend: str) -> None:
     assert max(groups.spawn(sharded, 2, backend=backend, timeout=120)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("tensor", (24, 51)), ("tensor", (256, 1024)), ("block", (256, 512))], ids=str
+)
+def test_8_bit_gathers_are_bitwise_one_process(recipe: str, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    for more in ({}, {"checkpointing": True}, {"reshard": False}):
+        options = {"sizes": sizes} | more
+        groups.spawn(of_fp8_gather.trained, 2, recipe, 3, options, dtype, backend="nccl", timeout=120)
 
 
 def sharded_states() -> list[str]:
