@@ -232,6 +232,6 @@ def start(
 ) -> None:  # fmt: skip
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order."""
     tight = maps[0].box[-1] == 128
-    rules = Rules(*options, tight, not tight, 2 if tight else 4, rest, False, False)
+    rules = Rules(*options, tight, not tight, 2 if tight else 4, rest)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd, (programs,), order, listed, shares, *bundles, RULES=rules, num_warps=4, maxnreg=128)

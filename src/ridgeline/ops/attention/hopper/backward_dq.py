@@ -20,7 +20,7 @@ from triton.language.core import _aggregate as aggregate
 from ridgeline.ops.attention.hopper.backward_work import read_work
 from ridgeline.ops.attention.hopper.pipeline import ROWS, ring_place
 from ridgeline.tiles.hopper import barrier, make_barriers, store
-from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
+from ridgeline.tiles.warpgroup import flat, sums_layout
 
 
 @builtin
@@ -138,17 +138,6 @@ def start_dq(memory, place, COLUMN: gl.constexpr, zero):
 
 
 @gluon.jit
-def start_columns(ds, memory, place, COLUMN: gl.constexpr, zero, HELD: gl.constexpr):
-    """`start_dq`, with HELD with dS of the only tile of keys in registers."""
-    if HELD:
-        keys = flat(memory.k.tiles.index(0)).slice(COLUMN, zero.shape[1], 1)
-        dq = warpgroup_mma(ds, keys, zero, use_acc=False, is_async=True)
-    else:
-        dq = start_dq(memory, place, COLUMN, zero)
-    return dq
-
-
-@gluon.jit
 def add_columns(dq, sums, number, COLUMN: gl.constexpr, buffers, before):
     """Adds a tile of dQ's columns, from COLUMN on, to memory, through as many buffers in turn as they need."""
     BUFFERS: gl.constexpr = buffers.type.shape[0]
@@ -181,14 +170,11 @@ def dq_consumer(W: gl.constexpr, sums, memory, order, scheduler):
     NEED: gl.constexpr = 2 * W // memory.sums.type.shape[2]  # buffers per part
     ORDERED: gl.constexpr = scheduler.RULES.ORDERED
     REST: gl.constexpr = scheduler.RULES.REST
-    HELD: gl.constexpr = scheduler.RULES.HELD
-    AHEAD: gl.constexpr = scheduler.RULES.AHEAD
     LAST: gl.constexpr = max(REST, 16)
     # A block is announced one part into the next if later pieces follow closely: those of 64 keys, and causal ones with
     # the heaviest first. Otherwise it is announced a block later, when TMA has finished sooner (as measured).
-    EARLY: gl.constexpr = TILES == 1 or (scheduler.RULES.RIGHT and not scheduler.RULES.DOWN)
-    # After this part of a block, the one before is announced.
-    ANNOUNCE: gl.constexpr = (PARTS - 1) // 4 if EARLY else PARTS - 1
+    EARLY: gl.constexpr = NEED > 1 or (scheduler.RULES.RIGHT and not scheduler.RULES.DOWN)
+    ANNOUNCE: gl.constexpr = 0 if EARLY else PARTS - 1  # after this part of a block, the one before is announced
     zero = gl.zeros([ROWS, W], gl.float32, sums_layout(W))
     rest_zero = gl.zeros([ROWS, LAST], gl.float32, sums_layout(LAST))
     n, done, sent = 0, 0, 0
@@ -205,24 +191,15 @@ def dq_consumer(W: gl.constexpr, sums, memory, order, scheduler):
                 before, number = work.before(block), work.number(g, block, scheduler.tiles)
                 await_count(order + number, before if ORDERED else gl.minimum(before, 1), seen)
                 mbarrier.wait(memory.ds.ready.index(place), odd)
-                ds = zero
-                if HELD:
-                    ds = memory.ds.tiles.index(place).permute((1, 0)).load(operand_layout(zero.type.layout))
-                    mbarrier.arrive(memory.ds.free.index(place), count=1)
                 for part in gl.static_range(PARTS):
-                    if part == 0 or not AHEAD:
-                        dq = start_columns(
-                            ds, memory, place, part * W, zero if part == 0 or not REST else rest_zero, HELD
-                        )
+                    dq = start_dq(memory, place, part * W, zero if part == 0 or not REST else rest_zero)
                     if part == 0:
                         next_ = work.block(gl.minimum(t + 1, work.blocks - 1))
                         seen = load_count(order + work.number(g, next_, scheduler.tiles))
-                    made = warpgroup_mma_wait(0, deps=(dq,))
-                    if AHEAD and part + 1 < PARTS:
-                        dq = start_columns(ds, memory, place, (part + 1) * W, zero, HELD)
-                    if part == PARTS - 1 and not HELD:
+                    dq = warpgroup_mma_wait(0, deps=(dq,))
+                    if part == PARTS - 1:
                         mbarrier.arrive(memory.ds.free.index(place), count=1)
-                    add_columns(made, sums, number, part * W, memory.sums, before)
+                    add_columns(dq, sums, number, part * W, memory.sums, before)
                     if part == ANNOUNCE:  # noqa: SIM102  # decided at compile time
                         if pending:  # the block before this one is in memory now
                             memory.added.send(sent, last, (ANNOUNCE + 1) * NEED)

@@ -25,7 +25,6 @@ from ridgeline.ops.attention.hopper.backward_pipeline import Buffer, Maps, Memor
 from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, read_work
 from ridgeline.ops.attention.hopper.pipeline import ROWS, Ring, ring_place
 from ridgeline.ops.attention.hopper.products import pack_pairs, pairs_to_float, pairs_to_operand, start_scores
-from ridgeline.tiles import trial
 from ridgeline.tiles.hopper import make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
@@ -141,8 +140,7 @@ def _bwd_wide(order, listed, maps, sizes, scale, RULES: gl.constexpr):
     v = gl.allocate_shared_memory(dtype, [1] + maps.v.block_type.shape, maps.v.layout)
     ds = gl.allocate_shared_memory(dtype, [1, ROWS, ROWS], gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], dtype))
     pairs = gl.allocate_shared_memory(gl.int32, [1, ROWS, ROWS // 2], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    ROOMS: gl.constexpr = 128 // maps.dq_sums.block_type.shape[1]
-    sums = gl.allocate_shared_memory(gl.float32, [ROOMS] + maps.dq_sums.block_type.shape, maps.dq_sums.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [2] + maps.dq_sums.block_type.shape, maps.dq_sums.layout)
     ds_buffer = Buffer(ds, make_barriers(1, 1), make_barriers(1, 1))
     given = Ring(pairs, make_barriers(1, 1), make_barriers(1, 1))
     k_buffer = Buffer(k, make_barriers(1, 1).index(0), make_barriers(1, 2).index(0))
@@ -154,7 +152,7 @@ def _bwd_wide(order, listed, maps, sizes, scale, RULES: gl.constexpr):
         [
             (value_consumer, (maps.dv, memory, given, scheduler)),
             (wide_key_consumer, (maps.dk, memory, given, scheduler)),
-            (dq_consumer, (32 if RULES.HELD or RULES.AHEAD else 64, maps.dq_sums, memory, order + 1, scheduler)),
+            (dq_consumer, (64, maps.dq_sums, memory, order + 1, scheduler)),
             (producer, (maps, memory, order, listed, scheduler)),
             (announcer, (order + 1, memory.added)),
         ],
@@ -173,6 +171,6 @@ def start_wide(
     scale: Any,
 ) -> None:
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order."""
-    rules = Rules(*options, False, False, 2, 0, "ds_held" in trial.ON, "dq_ahead" in trial.ON)
+    rules = Rules(*options, False, False, 2, 0)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd_wide, (programs,), order, listed, *bundles, RULES=rules, num_warps=4, maxnreg=128)

@@ -41,14 +41,12 @@ class Rules(NamedTuple):
     RIGHT: bool  # and after them
     DOWN: bool  # whether the last keys come first
     GROUP: int  # heads of queries that a piece walks
-    APART: int  # so many pieces have the same keys, each with some of the heads of queries that share them
+    APART: int  # so many parts of a piece each have some of the heads of queries that share its keys
     ORDERED: bool  # whether dQ's sums are added in a fixed order
     TIGHT: bool  # whether keys and values stay in shared memory, since there are too few registers
     STAY: bool  # whether programs take several pieces
     STAGES: int  # of the rings
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
-    HELD: bool  # whether the third group has dS in registers
-    AHEAD: bool  # whether it starts the product for dQ's next columns before it stores some
 
 
 @aggregate

@@ -20,15 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 from ridgeline.boundary import launch
 from ridgeline.ops.attention.hopper.epilogue import store_lse, store_output
 from ridgeline.ops.attention.hopper.pipeline import ROWS, make_ring, write_record
-from ridgeline.ops.attention.hopper.products import (
-    Sums,
-    held_scores,
-    hold_queries,
-    no_sums,
-    pack_pairs,
-    pairs_to_operand,
-    start_scores,
-)
+from ridgeline.ops.attention.hopper.products import Sums, no_sums, pack_pairs, pairs_to_operand, start_scores
 from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, Tile, TileScheduler
 from ridgeline.ops.attention.hopper.softmax import (
     State,
@@ -232,10 +224,7 @@ def repeat_block(q, keys, tile, row, block, state, acc, zero, scheduler):
 def later_blocks(ME: gl.constexpr, q, tile, state, acc, block, zero, rings, scheduler):
     """Computes a tile's later blocks: the scores of each run beside the output of the one before."""
     REST: gl.constexpr = scheduler.RULES.REST
-    HELD: gl.constexpr = scheduler.RULES.HELD
     row = tile.row + ME * ROWS
-    if HELD:
-        held = hold_queries(q, zero, REST)
     full = scheduler.full_blocks(row, tile.low, tile)
     for past in range(1, tile.high - tile.low):
         here = tile.high - 1 - past
@@ -243,10 +232,7 @@ def later_blocks(ME: gl.constexpr, q, tile, state, acc, block, zero, rings, sche
         keys = rings.k.take(block)
         left = pairs_to_operand(state.p, q.dtype, operand_layout(acc.main.type.layout))
         begin_turn(ME, scheduler)
-        if HELD:
-            products = held_scores(held, keys, zero)
-        else:
-            products = start_scores(q, keys, zero, REST)
+        products = start_scores(q, keys, zero, REST)
         pending = start_output(left, state.p, values, acc, past > 1)
         end_turn(ME, scheduler)
         s = warpgroup_mma_wait(2 if REST else 1, deps=(products,))
@@ -320,7 +306,7 @@ def consumer(ME: gl.constexpr, out, lse, sinks, rings, scheduler):
     while tile.head >= 0:
         row, low = tile.row + ME * ROWS, tile.low
         q = rings.q.tile(n * GROUPS + ME)
-        if GROUPS >= 3:  # noqa: SIM102  # decided at compile time; two groups gain nothing
+        if GROUPS == 3:  # noqa: SIM102  # decided at compile time; two groups gain nothing
             # Without rows this group computes only the tile's first block, with the values of the last.
             if row >= tile.length:
                 for _ in range(1, tile.high - low):
@@ -361,18 +347,6 @@ def _fwd(lse, sinks, listed, maps, sizes, factor, RULES: gl.constexpr):
             ],
             [4, 1],
             [240, 24],
-        )
-    elif GROUPS == 4:
-        gl.warp_specialize(
-            [
-                (consumer, (0, maps.o, lse, sinks, rings, scheduler)),
-                (consumer, (1, maps.o, lse, sinks, rings, scheduler)),
-                (consumer, (2, maps.o, lse, sinks, rings, scheduler)),
-                (consumer, (3, maps.o, lse, sinks, rings, scheduler)),
-                (producer, (listed, maps, rings, scheduler)),
-            ],
-            [4, 4, 4, 1],
-            [120, 120, 120, 24],
         )
     else:
         gl.warp_specialize(

@@ -11,7 +11,6 @@ from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_pa
 from ridgeline.ops.attention.hopper import forward
 from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
 from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, consumer_groups, masked_blocks, paired_heads
-from ridgeline.tiles import trial
 
 
 def refusal(
@@ -52,15 +51,13 @@ def fwd(
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
     programs = device.of(q).multiprocessors
-    groups = consumer_groups(D, batch * heads, longest, ahead, packed, programs)
-    groups = 3 if "three_groups" in trial.ON else 4 if "four_groups" in trial.ON else groups
+    groups = consumer_groups(D, batch * heads, longest, left, right, packed, programs)
     all_heads, tiles, high = batch * heads, triton.cdiv(rows, 64 * groups), 64 * groups
     listed, group, wide, pairs = None, heads // k.shape[1], triton.next_power_of_2(D), 0
-    BN = 64 if D > 128 or (D > 64 and groups >= 3) or "keys64" in trial.ON else 128
+    BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
     # Turns help up to 2048 queries, except for causal calls at D 64, and cost time in long causal calls.
     by_turns = groups == 2 and D > 64 and not (ahead and not back and longest > 8192)
-    by_turns = by_turns and "no_turns" not in trial.ON
-    options: dict[str, Any] = {"num_warps": 4, "maxnreg": {2: 168, 3: 128, 4: 96}[groups]}
+    options: dict[str, Any] = {"num_warps": 4, "maxnreg": 128 if groups == 3 else 168}
     if cu_q is not None:
         listed, most = list_tiles(q, k, cu_q, cu_q if cu_k is None else cu_k, bottom, left, right, high, BN)
         section = min(heads, 32 * group) if ahead and not back else group
@@ -75,9 +72,8 @@ def fwd(
         section = max(1, min(all_heads, (24 << 20) // max(1, shared)) if back else all_heads - 2 * pairs)
         count = all_heads * tiles
     rest, stages = column_parts(D)[1] if 64 < D <= 128 else 0, 4 if wide * BN <= 8192 else 2
-    stages = 3 if groups == 4 and D > 64 else stages
     masks = masked_blocks(high, BN, columns, shift, right, back, ahead, bottom, packed)
-    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks, "held" in trial.ON)
+    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks)
     sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, left, right)
     box = (1, 1, 1) if packed else (1, 1)
     maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]

@@ -66,30 +66,6 @@ def start_scores(q, keys, zero, REST: gl.constexpr):
 
 
 @gluon.jit
-def hold_queries(q, zero, REST: gl.constexpr):
-    """Loads a tile of queries into registers, as left operands of the products for scores."""
-    own: gl.constexpr = operand_layout(zero.type.layout)
-    if REST:
-        HALF: gl.constexpr = q.shape[1] // 2
-        return Sums(q.slice(0, HALF, 1).load(own), (q.slice(HALF, REST, 1).load(own),))
-    else:  # the compiler also compiles what follows a return
-        return Sums(q.load(own), ())
-
-
-@gluon.jit
-def held_scores(held, keys, zero):
-    """`start_scores` of queries in registers."""
-    if len(held.rest) > 0:
-        HALF: gl.constexpr = held.main.shape[1]
-        REST: gl.constexpr = held.rest[0].shape[1]
-        s = warpgroup_mma(held.main, keys.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma(held.rest[0], keys.slice(HALF, REST, 1).permute((1, 0)), s, is_async=True)
-    else:
-        s = warpgroup_mma(held.main, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return s
-
-
-@gluon.jit
 def no_sums(ROWS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
     """Returns sums of zero, without a rest if REST is 0."""
     if REST:
