@@ -388,7 +388,8 @@ def test_which_pieces_go_in_parts_by_heads() -> None:
             assert rules_of(kv, group, length, 128, ordered, causal=True).APART == expected, (kv, group, length)
     for kv, group, length, D, given in [
         (1, 8, 8192, 128, {}), (1, 8, 8192, 128, {"causal": True, "window": (4096, 0)}),
-        (1, 8, 8192, 64, {"causal": True}), (1, 8, 8192, 256, {"causal": True}), (8, 4, 8192, 128, {"causal": True}), (64, 8, 256, 128, {"causal": True}),
+        (1, 8, 8192, 64, {"causal": True}), (1, 8, 8192, 256, {"causal": True}), (8, 4, 8192, 128, {"causal": True}),
+        (64, 8, 256, 128, {"causal": True}),
         (32, 1, 4096, 128, {"causal": True}),
     ]:  # fmt: skip
         assert rules_of(kv, group, length, D, True, **given).APART == 1, (kv, group, length, D, given)
