@@ -19,6 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 GPU = torch.cuda.is_available() and not INTERPRETED
 SEED = int(os.environ.get("SEED", 0))
+torch.backends.cudnn.allow_tf32 = False  # products of float32 are full ones, as matmul's are by default
 
 
 @pytest.fixture(scope="session")

@@ -343,13 +343,14 @@ def test_second_derivative(op: Op, implementation: Implementation, device: str) 
 
 @pytest.mark.parametrize("op", PURE.values(), ids=named)
 @pytest.mark.parametrize("impl", [None, "triton"])
-def test_compile(op: Op, impl: str | None, device: str) -> None:
+def test_compile(op: Op, impl: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph; over three shapes at most two compilations; the same results."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     if impl and impl not in op.implementations:
         pytest.skip(f"it has no {impl}")
     torch._dynamo.reset()
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # else it adds weights' gradients in any order
     counter = CompileCounterWithBackend("aot_eager")
     kwargs = FIRST[op.name].make("float32", device)[1]
     compiled = torch.compile(

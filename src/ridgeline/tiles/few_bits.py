@@ -81,13 +81,19 @@ def _four(w, rows, RULES: tl.constexpr):
     """Four tiles, with every fourth column of the weight each, times a tile of x."""
     BM: tl.constexpr = rows.shape[0]
     WORDS: tl.constexpr = w[0].shape[1]
-    if WORDS * rows.dtype.primitive_bitwidth < 256:  # the matrix units take 32 bytes of columns at least
+    if WORDS < 16 or WORDS * rows.dtype.primitive_bitwidth < 256:  # the least columns of a product
         whole = tl.reshape(tl.join(tl.join(w[0], w[2]), tl.join(w[1], w[3])), (w[0].shape[0], 4 * WORDS))
         total = tl.dot(whole, tl.trans(rows), input_precision=RULES.PRECISION)
     else:
         even, odd = tl.split(tl.reshape(rows, (BM, WORDS, 2, 2)))
         x0, x2 = tl.split(even)
         x1, x3 = tl.split(odd)
+        if rows.dtype == tl.float32:  # short sums, each by itself: one long sum in order would round too often
+            one = tl.dot(w[0], tl.trans(x0), input_precision=RULES.PRECISION)
+            one += tl.dot(w[1], tl.trans(x1), input_precision=RULES.PRECISION)
+            other = tl.dot(w[2], tl.trans(x2), input_precision=RULES.PRECISION)
+            other += tl.dot(w[3], tl.trans(x3), input_precision=RULES.PRECISION)
+            return one + other
         total = tl.dot(w[0], tl.trans(x0), input_precision=RULES.PRECISION)
         total = tl.dot(w[1], tl.trans(x1), total, input_precision=RULES.PRECISION)
         total = tl.dot(w[2], tl.trans(x2), total, input_precision=RULES.PRECISION)
@@ -100,6 +106,9 @@ def dot8(raw, rows, total, RULES: tl.constexpr):
     """A tile of 8-bit codes, two to a word, times a tile of x, added to the total."""
     even, odd = tl.split(tl.reshape(rows, (rows.shape[0], raw.shape[1], 2)))
     low, high = halves(raw, rows.dtype, RULES.PACKED)
+    if rows.dtype == tl.float32:
+        part = tl.dot(low, tl.trans(even), input_precision=RULES.PRECISION)
+        return total + (part + tl.dot(high, tl.trans(odd), input_precision=RULES.PRECISION))
     total = tl.dot(low, tl.trans(even), total, input_precision=RULES.PRECISION)
     return tl.dot(high, tl.trans(odd), total, input_precision=RULES.PRECISION)
 

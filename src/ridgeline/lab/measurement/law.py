@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,9 +175,9 @@ class Standard:
         self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
         self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
         self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
-        self.scale = (
-            2 * max(own.scale, own.wander, change.scale) + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
-        )
+        # The half ulps are one draw, whose scale may be near 0 by luck: `wander` is what another draw may have.
+        drift = max(own.scale, own.wander, change.scale, change.wander)
+        self.scale = 2 * drift + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
         if not theirs.isfinite().all():
             self.theirs = _codes(_plane(theirs))
 
@@ -284,6 +285,17 @@ def _move(exact: Tensor, eps: float, dice: torch.Generator) -> None:
             half = piece.abs().log2_().floor_().exp2_().mul_(eps / 2)  # 2**floor(log2 0) is 0
             up = torch.empty_like(piece).bernoulli_(0.5, generator=dice)
             piece += torch.where(piece.isfinite(), half * (2 * up - 1), 0.0)
+
+
+@contextmanager
+def _full_products() -> Iterator[None]:
+    """Lets cuDNN, whose own switch is on by default, use TF32 only if `torch.get_float32_matmul_precision` does."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = before and torch.get_float32_matmul_precision() != "highest"
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
 
 
 class Law:
@@ -409,6 +421,13 @@ class Law:
         mutates: bool = True,
     ) -> Result:
         """Returns outputs, and gradients of the arguments that require them. Makes missing incoming gradients."""
+        with _full_products():
+            return self._found(call, args, kwargs, incoming, mutates)
+
+    def _found(
+        self, call: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], incoming: list[Any] | None,
+        mutates: bool
+    ) -> Result:  # fmt: skip
         outputs = self._results(call, args, kwargs, mutates)
         if incoming is None:
             differentiable = not self.op.mutates and bool(leaves(args))

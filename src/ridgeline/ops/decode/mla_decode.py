@@ -16,7 +16,7 @@ import torch
 
 from ridgeline.boundary import kernel_op
 from ridgeline.op import Case, Cost, Op, Spec, nbytes
-from ridgeline.ops.decode import _latent
+from ridgeline.ops.decode import _latent_gluon
 from ridgeline.ops.decode._cache import Half, Maybe, capacity
 from ridgeline.ops.decode._cases import Filled, Table
 from ridgeline.ops.decode._history import history, query_places, seen_keys, turned
@@ -191,7 +191,19 @@ MLA_DECODE.kernel(
     "triton",
     "one pass over the cache: a tile of tokens is key and value; parts of a sequence combined in order",
     kind="triton",
-    fwd=_latent.fwd,
+    fwd=_latent_gluon.triton_fwd,
     served=True,
     gain=2.0,
+)
+MLA_DECODE.kernel(
+    "gluon",
+    "Hopper: two warpgroups share each tile's result, one's softmax beside the other's products; a warp loads",
+    kind="gluon",
+    fwd=_latent_gluon.fwd,
+    supports=_latent_gluon.refusal,
+    unless=_latent_gluon.few,
+    dtypes=("float16", "bfloat16"),
+    arch=90,
+    newest=90,
+    shared=227 << 10,
 )

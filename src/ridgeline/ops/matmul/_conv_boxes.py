@@ -97,6 +97,7 @@ def _conv(
     BM: tl.constexpr = BOX.images * BOX.rows * BOX.columns
     BN: tl.constexpr = TILE.BN
     BK: tl.constexpr = TILE.BK
+    ACTIVATION: tl.constexpr = TILE.ACTIVATION  # Triton 3.6 passes no string of a bundle on
     steps, tiles = tl.cdiv(C, BK), tl.cdiv(K, BN)
     for t in tl.range(tl.program_id(0), boxes * tiles, tl.num_programs(0), flatten=True):
         image, h, w = _place(t // tiles, down, across, BOX)
@@ -114,10 +115,10 @@ def _conv(
             total = tl.dot(left, right, total)
         if TILE.PIECES == 2:  # results in half the shared memory make room for another stage
             one, other = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
-            _keep(y, out, z, bias, one, image, h, w, n, K, BOX, TILE.ACTIVATION)
-            _keep(y, out, z, bias, other, image, h, w, n + BN // 2, K, BOX, TILE.ACTIVATION)
+            _keep(y, out, z, bias, one, image, h, w, n, K, BOX, ACTIVATION)
+            _keep(y, out, z, bias, other, image, h, w, n + BN // 2, K, BOX, ACTIVATION)
         else:
-            _keep(y, out, z, bias, total, image, h, w, n, K, BOX, TILE.ACTIVATION)
+            _keep(y, out, z, bias, total, image, h, w, n, K, BOX, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["boxes", "down", "across", "C", "K", "length"])

@@ -85,7 +85,7 @@ def _fwd(
             rows = tl.load(at_x + k, mask=m[:, None] < M, other=0.0)
         else:
             rows = tl.load(at_x + k, mask=(m[:, None] < M) & (k < K), other=0.0)
-        if RULES.KIND == "w4a8" and not RULES.PACKED:
+        if RULES.KIND == "w4a8" and rows.dtype == tl.uint8:
             rows = decoded(rows, False).to(tl.float16)
         if SHARED:
             next_scale, next_zero = scales_of(weight, row, start + BK, end, K, RULES)  # in flight during the product
@@ -138,7 +138,7 @@ def fwd(
         columns, threads = (64 if N <= 64 * gpu.multiprocessors else 128, 128) if M <= 32 else (128, 256)
         tiles, steps = triton.cdiv(N, columns) * triton.cdiv(M, rows), triton.cdiv(K, deep)
         most = max(1, min(triton.cdiv(4 * gpu.multiprocessors, max(1, tiles)), steps // 8, 16))
-        stages = 4 if gpu.backend == "cuda" else 2
+        stages = 4 if gpu.backend == "cuda" and (x.element_size() <= 2 or rows <= 32) else 2
         return {"BM": rows, "BN": columns, "SPLITS": most, "num_warps": threads // gpu.warp, "num_stages": stages}
 
     def config() -> dict[str, Any]:
@@ -152,7 +152,7 @@ def fwd(
     facts = early(gpu)
     rules = Rules(kind, native, K % deep == 0, "ieee", facts["PDL"], group)
     weight, epilogue = Weight(q.view(torch.int16), scale, zero), Epilogue(None, bias, None)
-    if kind == "w4a8" and not native:
+    if kind == "w4a8" and (not native or y.dtype == torch.float32):  # 8-bit units add in 14 bits: too few for float32
         x = x.view(torch.uint8)
     given = y, parts, weight, Matrix(x, *x.stride()), x_scale, epilogue, Sizes(M, N, K)
     launch(
@@ -164,20 +164,29 @@ def fwd(
         config=config,
         key=key,
     )
+    add(y, parts, bias, activation, lambda: config()["SPLITS"], key)
+
+
+def add(
+    y: torch.Tensor, parts: torch.Tensor, bias: _Maybe, activation: str, splits: Callable[[], int], key: Any,
+    least: int = 2,
+) -> None:  # fmt: skip
+    """y = activation(the sum of the parts of K + bias), if there are at least so many parts."""
+    (M, N), facts = y.shape, early(device.of(y))
     early_start: dict[str, Any] = {"launch_pdl": True} if facts["PDL"] else {}
 
     def adders(c: dict[str, Any]) -> tuple[int, int]:
-        return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] > 1 else 0, M)
+        return (triton.cdiv(N, c["BLOCK"]) if c["SPLITS"] >= least else 0, M)
 
     launch(
         _add,
         adders,
-        *(y, parts, epilogue, M, N),
-        RULES=rules,
+        *(y, parts, Epilogue(None, bias, None), M, N),
+        RULES=Rules("", False, False, "", facts["PDL"], 0),
         ACTIVATION=activation,
         BLOCK=256,
         **early_start,
-        config=lambda: {"SPLITS": config()["SPLITS"]},
+        config=lambda: {"SPLITS": splits()},
         key=key,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.matmul import _few_bits
+from ridgeline.ops.matmul import _few_bits, _int4_cuda
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
 
@@ -93,6 +93,7 @@ INT4_LINEAR = Op(
         _case(1, 70, 512, zero=True),
         _case(17, 24, 192, 64, zero=True, bias=True, activation="gelu"),
         _case(2, 16, 96, 32, activation="silu"),
+        _case(11, 70, 768, 256, zero=True, bias=True, activation="silu"),
         _case(16, 1024, 1024, use="quick"),
         *(_case(*shape, use="bench") for shape in _few_bits.BENCH),
         _case(1, 14336, 4096, use="bench", zero=True),
@@ -112,4 +113,16 @@ INT4_LINEAR.kernel(
     unless=_few_bits.few,
     leaves=("fwd",),
     served=True,
+)
+INT4_LINEAR.kernel(
+    "cuda_mma",
+    "up to 16 rows: 16 bytes of codes a lane go straight into mma's registers, and warps wait for nothing",
+    kind="cuda",
+    fwd=_int4_cuda.fwd,
+    supports=_int4_cuda.unfit,
+    bwd=_few_bits.fwd,
+    unless=_int4_cuda.left,
+    leaves=("fwd",),
+    arch=80,
+    dtypes=("float16", "bfloat16"),
 )

@@ -79,6 +79,7 @@ INT8_LINEAR = Op(
         _case(3, 40, 256),
         _case(1, 70, 130, bias=True),
         _case(17, 24, 640, bias=True, activation="gelu"),
+        _case(40, 24, 640),
         _case(2, 16, 33, activation="silu"),
         _case(16, 1024, 1024, use="quick"),
         *(_case(*shape, use="bench") for shape in _few_bits.BENCH),

@@ -82,8 +82,8 @@ def w4a8_linear(
     float32, float16 or bfloat16. zero: uint8, of the scale's shape, at most 16; None is 8. bias: (N,), floating point.
     activation: None, "silu", "gelu" or "gelu_tanh". out_dtype: float32, float16 or bfloat16; None is x's dtype, or
     bfloat16 for codes. Groups are multiples of 32.
-    Products are exact. Hopper's matrix units add those of a group in about 14 bits; sums of groups and scales are
-    float32.
+    Products are exact. Hopper's 8-bit matrix units add those of a group in about 14 bits, so a float32 result is made
+    by 16-bit units instead; sums of groups and scales are float32.
     Raises RidgelineError if shapes, dtypes or devices do not match, if an argument requires a gradient, or if `impl`
     cannot run the call. The kernel needs 8-bit matrix units (NVIDIA, sm_89 or later); elsewhere PyTorch serves.
     """

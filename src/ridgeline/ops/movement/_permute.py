@@ -130,7 +130,7 @@ def matrices(x: torch.Tensor, dims: Any) -> torch.Tensor | None:
     (columns, step), (rows, _) = found[-2:]
     if step != 1 or len(found) > 3:
         return None
-    return x.view(-1, rows, columns)
+    return x.view(found[0][0] if len(found) == 3 else 1, rows, columns)
 
 
 def too_large(x: torch.Tensor, dims: Any = None, *_: Any) -> str | None:

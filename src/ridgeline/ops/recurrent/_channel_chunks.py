@@ -85,7 +85,7 @@ def prepare(call: _chunks.Call) -> Plan:
     (B, T, HV, V), K, gpu, N = call.v.shape, call.q.shape[3], device.of(call.q), call.sequences
     C = channel_tiles(gpu, K, V)[1]
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
-    form = PairForm(K, V, 0, 0, C, C.bit_length() - 1, call.u is not None)
+    form = PairForm(K, V, 0, 0, C, C.bit_length() - 1, call.u is not None, gpu.backend != "hip")
     return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV))
 
 

@@ -37,6 +37,7 @@ class PairForm(NamedTuple):
     C: int  # rows of a chunk
     LEVELS: int  # log2 of C
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
+    CHOOSE: bool  # whether a load may choose among pointers, which Triton cannot compile for AMD
 
 
 class Prepared(NamedTuple):
@@ -106,10 +107,21 @@ def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr)
 
 
 @triton.jit
+def _rows_of_both(of_q, of_k, right, depth, there, form: tl.constexpr):
+    """q's rows in right blocks and k's in left ones."""
+    if form.CHOOSE:
+        rows = tl.load(tl.where(right, of_q, of_k) + depth[None, :], mask=there, other=0.0)
+    else:
+        rows = tl.load(of_q + depth[None, :], mask=there & right, other=0.0)
+        rows = tl.where(right, rows, tl.load(of_k + depth[None, :], mask=there & (right == 0), other=0.0))
+    return rows
+
+
+@triton.jit
 def _mixed(of_q, of_k, sums, depth, there, level, form: tl.constexpr):
     """q's rows in right blocks and k's in left ones, with their decays to the edges between the blocks."""
     decay = edge_decay(sums, depth, level, form.K, form.C, form.SHIFT)
-    mixed = tl.load(tl.where(right_rows(level, form.C), of_q, of_k) + depth[None, :], mask=there, other=0.0)
+    mixed = _rows_of_both(of_q, of_k, right_rows(level, form.C), depth, there, form)
     return (mixed * decay).to(mixed.dtype)
 
 
@@ -203,7 +215,7 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
         for level in range(form.LEVELS):
             right = right_rows(level, C)
             decay = masked_decay(masks, level, high, low, wide, C)
-            mixed = tl.load(tl.where(right, of_q, of_k) + depth[None, :], mask=inside, other=0.0)
+            mixed = _rows_of_both(of_q, of_k, right, depth, inside, form)
             weights = both * mask_at(masks.joined, level, C)
             found = decay * tl.dot(weights, (mixed * decay).to(mixed.dtype))
             dg = add_crossing(dg, masks, level, mixed * found, C)

@@ -5,14 +5,17 @@
 With G the running sum of the log gates in a chunk, R = read rows times S (the state before the chunk), and U the rows
 that the chunk corrects by:
 
-    delta rule:  X = beta (V - R)     U = T X    T = (I + beta A)^-1    A_ij = (k_i . k_j) e^(G_i - G_j),     j < i
-    RWKV-7:      X = R + M V          U = T X    T = (I - A)^-1         A_ij = (a_i . b_j) e^(G_{i-1} - G_j), j < i
+    delta rule:  X = V - R      Y = X - L (beta X)   U = beta Y   A_ij = (k_i . k_j) e^(G_i - G_j),     j < i
+    RWKV-7:      X = R + M V    U = X + L X                       A_ij = (a_i . b_j) e^(G_{i-1} - G_j), j < i
     o = scale (e^G q S + P U + N V),  S' = e^{G_C} S + (e^{G_C - G} b)^T U + (e^{G_C - G} k)^T V
 
 Rows read by e^G k (delta) or e^{G_{i-1}} a. The delta rule has b = k there, and no M, N and last term. P, N and M weigh
-q with b, q with k and a with k. The kernels: the matrices P, M and N of all chunks, T, the states in order, their
-gradients in reverse order, and all other gradients, a chunk each. T is made by halves: blocks of n rows are inverted,
-then pairs of them joined, so that beta of 2 and keys that are alike lose nothing.
+q with b, q with k and a with k. L, below its diagonal, has (I + A beta)^-1 = I - L beta and (I + beta A)^-1 =
+I - beta L; RWKV-7 has -1 for beta. So one matrix serves both ways, nothing is divided by beta, and the diagonal of ones
+is exact.
+The kernels: the matrices of all chunks, the states in order, their gradients in reverse order, and all other gradients,
+a chunk each. L is made by halves: that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that
+are alike lose nothing; up to 16 rows all blocks are a batch of products.
 No factor exceeds 1, as in `_scan.py`.
 """
 
@@ -23,24 +26,35 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._levels import crossings
+from ridgeline.ops.recurrent._levels import chosen_sums, crossings
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, sums_of, tile_at
 
 
 class Matrices(NamedTuple):
     """Of all chunks, (B, heads, chunks, C, C) in the data's dtype."""
 
-    inverse: Any  # T
+    solve: Any  # L
     pair: Any  # P
-    read: Any  # M for RWKV-7; for the delta rule A
+    read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
+    decays: Any  # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta
+    whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
+
+
+class Reads(NamedTuple):
+    """The rows that read states and that write them; per channel with their decays, made by `pairs_by_channel`."""
+
+    q: Any
+    a: Any  # k for the delta rule
+    b: Any  # likewise
+    k: Any  # RWKV-7 only
 
 
 class ChunkStates(NamedTuple):
     first: Any  # (sequences, heads, K, V) in float32, or None: the initial state, or the last state's gradient
     last: Any  # what a pass ends with, or None
-    before: Any  # the state before each chunk, (B, heads, chunks, K, V) in the data's dtype, or None
+    before: Any  # the state before each chunk, (B, heads, chunks, V, K) in the data's dtype, or None
     later: Any  # the gradient of the state after each chunk, likewise
     solved: Any  # rows (B, T, heads, V): U, or U / beta for the delta rule; None where they are not kept
     turned: Any  # the gradient of X, for RWKV-7; the delta rule has it in dv
@@ -139,20 +153,66 @@ def _heads(q, k, a, b, gate, beta, packing, n, h, start, form: tl.constexpr):
 
 
 @triton.jit
-def _rows(x, place, rows, depth, end, form: tl.constexpr):
-    """Rows of K columns."""
-    return tile_at(place, x.token, rows, depth, end, form.K)
+def _read_heads(reads, packing, n, h, start, form: tl.constexpr):
+    """Where a sequence's head begins in the rows of the chains."""
+    from_q, from_a = find_head(reads.q, n, h, packing.ends, start), find_head(reads.a, n, h, packing.ends, start)
+    from_b, from_k = from_a, from_a
+    if form.GATE == 2:
+        from_b = find_head(reads.b, n, h, packing.ends, start)
+    if form.LOW:
+        from_k = find_head(reads.k, n, h, packing.ends, start)
+    return from_q, from_a, from_b, from_k
 
 
 @triton.jit
-def _unit(x, form: tl.constexpr):
-    """The rows by their length, if asked, and one over it."""
+def _tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of some columns; blocks that divide the columns need no mask of them."""
+    here = (rows < tokens)[:, None]
+    if WIDTH % BLOCK != 0:
+        here = here & (columns < WIDTH)[None, :]
+    return tl.load(place + rows.to(tl.int64)[:, None] * x.token + columns[None, :], mask=here, other=0.0)
+
+
+@triton.jit
+def _turned_tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """As `_tile`, transposed."""
+    return tl.trans(_tile(x, place, rows, columns, tokens, WIDTH, BLOCK))
+
+
+@triton.jit
+def _rows(x, place, rows, depth, end, form: tl.constexpr):
+    """Rows of K columns."""
+    return _tile(x, place, rows, depth, end, form.K, form.BK)
+
+
+@triton.jit
+def _shrink(x, form: tl.constexpr):
+    """One over the lengths of the rows, if asked."""
     C: tl.constexpr = form.C
     shrink = tl.full([C], 1.0, tl.float32)
     if form.NORMALIZE:
         wide = x.to(tl.float32)
         shrink = tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
-        x = (wide * shrink[:, None]).to(x.dtype)
+    return shrink
+
+
+@triton.jit
+def _length(x, pairs, form: tl.constexpr):
+    """As `_shrink`; in half precision from the diagonal of the rows' products, where the sums are cheap."""
+    if form.NORMALIZE and not form.SINGLE:
+        i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+        shrink = tl.rsqrt(tl.sum(tl.where(i == j, pairs, 0.0), 1) + 1e-6)
+    else:
+        shrink = _shrink(x, form)
+    return shrink
+
+
+@triton.jit
+def _unit(x, form: tl.constexpr):
+    """The rows by their length, if asked, and one over it."""
+    shrink = _shrink(x, form)
+    if form.NORMALIZE:
+        x = (x.to(tl.float32) * shrink[:, None]).to(x.dtype)
     return x, shrink
 
 
@@ -188,31 +248,6 @@ def _decays(gate, place, first, depth, end, form: tl.constexpr):
         early = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, -1, form), 0), form)
     after = decay_of(tl.cumsum(_gates(gate, place, first, depth, end, 1, form), 0, reverse=True), form)
     return g, late, early, after, decay_of(tl.sum(g, 0), form)
-
-
-@triton.jit
-def _weigh(x, decay, form: tl.constexpr):
-    return x * (decay[:, None] if form.GATE == 1 else decay)
-
-
-@triton.jit
-def _reads(x, decay, state, form: tl.constexpr):
-    """What rows read from a state: decay x S."""
-    if form.GATE == 1:
-        found = decay[:, None] * _dot(x, state, x, form)
-    else:
-        found = _dot(x * decay, state, x, form)
-    return found
-
-
-@triton.jit
-def _writes(x, decay, rows, form: tl.constexpr):
-    """What rows add to a state: (decay x)^T rows."""
-    if form.GATE == 1:
-        found = _dot(tl.trans(x), rows * decay[:, None], x, form)
-    else:
-        found = _dot(tl.trans((x * decay).to(x.dtype)), rows, x, form)
-    return found
 
 
 @triton.jit
@@ -252,15 +287,27 @@ def _edges(late, early, soon, g, level, form: tl.constexpr):
 
 
 @triton.jit
-def _inverse(A, form: tl.constexpr):
-    """(I - A)^-1 of a matrix below its diagonal, by halves."""
-    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    T = tl.where(i == j, 1.0, 0.0) + tl.where(_beside(0, form.C), A, 0.0)
-    for level in range(1, form.LEVELS):
-        part = tl.where(_beside(level, form.C), A, 0.0)
-        part = tl.dot(T, part, input_precision=form.PRECISION)
-        T += tl.dot(part, T, input_precision=form.PRECISION)
-    return T
+def _solve(A, factor, KIND: tl.constexpr, form: tl.constexpr):
+    """L of a chunk, from A below its diagonal and beta: with `part` of A between two halves, that of both halves
+    together is L + (I - L beta) part (I - beta L). Up to 16 rows in float32, then what these products change of `part`
+    is rounded to the data's dtype, as L is."""
+    C: tl.constexpr = form.C
+    LEVELS: tl.constexpr = form.LEVELS
+    BLOCKS: tl.constexpr = C // 16
+    own = tl.arange(0, BLOCKS)[:, None, None, None] == tl.arange(0, BLOCKS)[None, None, :, None]
+    square = tl.sum(tl.where(own, tl.reshape(A, (BLOCKS, 16, BLOCKS, 16)), 0.0), 2)
+    some = tl.reshape(factor, (BLOCKS, 16))
+    L = tl.where(_beside(0, 16)[None, :, :], square, 0.0)
+    for level in tl.static_range(1, 4):
+        part = tl.where(_beside(level, 16)[None, :, :], square, 0.0)
+        part -= tl.dot(L * some[:, None, :], part, input_precision=form.PRECISION)
+        L += part - tl.dot(part, some[:, :, None] * L, input_precision=form.PRECISION)
+    L = tl.reshape(tl.where(own, L[:, :, None, :], 0.0), (C, C))
+    for level in tl.static_range(4, LEVELS):
+        part = tl.where(_beside(level, C), A, 0.0)
+        part -= tl.dot((L * factor[None, :]).to(KIND), part.to(KIND), input_precision=form.PRECISION)
+        L += part - tl.dot(part.to(KIND), (factor[:, None] * L).to(KIND), input_precision=form.PRECISION)
+    return L
 
 
 @triton.jit
@@ -312,89 +359,189 @@ def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 
 
 @triton.jit
-def pairs_by_token(q, k, gate, matrices, packing, form: tl.constexpr):
-    """The delta rule with a gate per token: P and A of a chunk, and one over the lengths of its q and k."""
+def _keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.constexpr):
+    place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+    tl.store(place, of_q)
+    tl.store(place + form.C, of_a)
+    tl.store(place + 2 * form.C, of_b)
+    tl.store(place + 3 * form.C, factor)
+    if form.GATE == 1:
+        tl.store(matrices.whole + spot, whole)
+
+
+@triton.jit
+def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's P and L, its decays, and one over the lengths of q and k."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
     rows = first + row
-    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
+    tq = _tile(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    tk = _tile(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     at = spot * (form.C * form.C) + _square(form)
-    weights = _apart(g, form)
-    tl.store(matrices.pair + at, weights * _dot(tq, tl.trans(tk), tk, form))
-    weights = tl.where(row[:, None] > row[None, :], weights, 0.0)
-    tl.store(matrices.read + at, weights * _dot(tk, tl.trans(tk), tk, form))
+    A = _dot(tk, tl.trans(tk), tk, form)
+    shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
+    g, late, _early, after, whole = _decays(
+        gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, form
+    )  # fmt: skip
     _keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
+    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
+    weights = _apart(g, form) * shrink_k[None, :]
+    tl.store(matrices.pair + at, weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form))
+    A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
+    tl.store(matrices.solve + at, _solve(A, factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
-def pairs_by_channel(q, k, a, b, gate, matrices, packing, form: tl.constexpr):
-    """A chunk's matrices but T with a gate per channel (for RWKV-7 T's place holds A), and one over the lengths."""
+def _between(low, beyond, C: tl.constexpr):
+    """The columns from each row's `low` and before its `beyond`, by one comparison."""
+    away = tl.arange(0, C)[None, :] - low[:, None]
+    return away.to(tl.uint32, bitcast=True) < (beyond - low)[:, None].to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _chosen_decay(low, beyond, gates, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The decay by the gates of rows `low` to `beyond` - 1, from the gates in one or two parts of half precision."""
+    high, rest = gates
+    chosen = _between(low, beyond, C).to(high.dtype)
+    found = tl.dot(chosen, high)
+    if SPLIT:
+        found += tl.dot(chosen, rest)
+    return tl.exp2(found * 1.4426950408889634)
+
+
+@triton.jit
+def _edge_decay(level, gates, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The decay of rows in right blocks of 2^level rows since the block began, of those in left ones until it ends."""
+    row = tl.arange(0, C)
+    block, right = (row >> level) << level, ((row >> level) & 1) == 1
+    low, beyond = tl.where(right, block, row + 1), tl.where(right, row + 1, block + (1 << level))
+    return _chosen_decay(low, beyond, gates, C, SPLIT)
+
+
+@triton.jit
+def _early_decay(level, gates, C: tl.constexpr, SPLIT: tl.constexpr):
+    """The decay since the block of 2^level rows began, without the row's own gate."""
+    row = tl.arange(0, C)
+    return _chosen_decay((row >> level) << level, row, gates, C, SPLIT)
+
+
+@triton.jit
+def _half_decays(gates, SPLIT: tl.constexpr, form: tl.constexpr):
+    """As `_decays`, from `_half_gates`."""
+    C: tl.constexpr = form.C
+    row = tl.arange(0, C)
+    late = _chosen_decay(0 * row, row + 1, gates, C, SPLIT)
+    after = _chosen_decay(row + 1, 0 * row + C, gates, C, SPLIT)
+    early = late
+    if form.LOW:
+        early = _chosen_decay(0 * row, row, gates, C, SPLIT)
+    return late, early, after, tl.sum(tl.where(row[:, None] == C - 1, late, 0.0), 0)
+
+
+@triton.jit
+def _half_gates(gate, place, rows, depth, tokens, SPLIT: tl.constexpr, form: tl.constexpr):
+    """The gates of a chunk's rows for products with zeros and ones: exact, or in two parts of float16."""
+    g = _tile(gate, place, rows, depth, tokens, form.K, form.BK)
+    high = tl.where(g < -1000.0, -1000.0, g).to(g.dtype)  # nothing remains beyond, and 0 x inf is not a number
+    low = high
+    if SPLIT:
+        wide = high.to(tl.float32)
+        high = wide.to(tl.float16)
+        low = (wide - high.to(tl.float32)).to(tl.float16)
+    return high, low
+
+
+@triton.jit
+def _by_blocks(sums, tq, tk, ta, tb, gates, SPLIT: tl.constexpr, form: tl.constexpr):
+    """As `_by_levels` in half precision: sums of gates are products with zeros and ones, one for both sides of an
+    edge."""
+    C: tl.constexpr = form.C
+    row = tl.arange(0, C)
+    ab, qb, ak, qk = sums
+    for level in range(form.LEVELS):
+        block, right = (row >> level) << level, ((row >> level) & 1) == 1
+        here = _between(tl.where(right, block - (1 << level), 0), tl.where(right, block, 0), C)
+        decay = _edge_decay(level, gates, C, SPLIT)
+        rq, rb = (tq * decay).to(tq.dtype), (tb * decay).to(tb.dtype)
+        ra, cb = rb, tl.trans(rb)
+        if form.LOW:
+            ra = (ta * _early_decay(level, gates, C, SPLIT)).to(ta.dtype)
+        ab += tl.where(here, _dot(ra, cb, tb, form), 0.0)
+        qb += tl.where(here, _dot(rq, cb, tb, form), 0.0)
+        if form.LOW:
+            ck = tl.trans((tk * decay).to(tk.dtype))
+            ak += tl.where(here, _dot(ra, ck, tk, form), 0.0)
+            qk += tl.where(here, _dot(rq, ck, tk, form), 0.0)
+    i, j = row[:, None], row[None, :]
+    wide = tq.to(tl.float32)
+    qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
+    if form.LOW:
+        qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
+    return ab, qb, ak, qk
+
+
+@triton.jit
+def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.constexpr):
+    """A chunk's matrices with a gate per channel, its rows with their decays, and one over the lengths."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    from_q, from_k, from_a, from_b, from_g, _beta_at = _heads(q, k, a, b, gate, None, packing, n, h, start, form)
+    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    SPLIT: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
-        tq, tk = _rows(q, from_q, rows, depth, tokens, form), _rows(k, from_k, rows, depth, tokens, form)
+        tq = _tile(q, from_q, rows, depth, tokens, form.K, form.BK)
+        tk = _tile(k, from_k, rows, depth, tokens, form.K, form.BK)
         ta, tb = tk, tk
         if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        g = _gates(gate, from_g, first, depth, tokens, 0, form)
-        ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, g, form)
+            ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
+            tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
+        if form.SINGLE:
+            gates, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
+        else:
+            gates = _half_gates(gate, from_g, rows, depth, tokens, SPLIT, form)
+            late, early, after, whole = _half_decays(gates, SPLIT, form)
+        _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
+        _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
+        _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
+        if form.LOW:
+            _store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
+        tl.store(matrices.whole + spot * form.K + depth, whole, mask=depth < form.K)
+        if form.SINGLE:
+            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
+        else:
+            ab, qb, ak, qk = _by_blocks((ab, qb, ak, qk), tq, tk, ta, tb, gates, SPLIT, form)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
-    if form.NORMALIZE:
+    if not form.NORMALIZE:
+        of_q, of_k = of_q + 1.0, of_k + 1.0
+    else:
         of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+        _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
     at = spot * (C * C) + _square(form)
     tl.store(matrices.pair + at, qb)
+    factor = tl.full([C], -1.0, tl.float32)
     if form.LOW:
-        tl.store(matrices.inverse + at, ab)
         tl.store(matrices.read + at, ak)
         tl.store(matrices.plain + at, qk)
     else:
-        tl.store(matrices.read + at, ab)
-    _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
-
-
-@triton.jit
-def invert_chunks(source, beta, matrices, packing, form: tl.constexpr):
-    """T of a chunk of two times form.C rows, from A in `source`: each half's, and what joins them."""
-    n, h, start, tokens, chunk = find_chunk(packing)
-    C: tl.constexpr = form.C
-    if chunk * (2 * C) >= tokens:
-        return
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    corner = spot * (4 * C * C) + tl.arange(0, C)[:, None] * (2 * C) + tl.arange(0, C)[None, :]
-    other = tl.zeros([C, C], tl.float32)
-    for half in range(2):
-        within = corner + half * (2 * C * C + C)
-        beyond = corner + half * (2 * C * C) + (1 - half) * C  # all zeros for the first half
-        rows = chunk * (2 * C) + half * C + tl.arange(0, C)
-        factor = tl.full([C], 1.0, tl.float32)
-        if beta is not None:
-            factor = -_beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-        inverse = _inverse(tl.load(source + within).to(tl.float32) * factor[:, None], form)
-        across = tl.load(source + beyond).to(tl.float32) * factor[:, None]
-        across = tl.dot(inverse, across, input_precision=form.PRECISION)
-        across = tl.dot(across, other, input_precision=form.PRECISION)
-        tl.store(matrices.inverse + within, inverse)
-        tl.store(matrices.inverse + beyond, across)
-        other = inverse
+        factor = _beta(beta, from_beta, rows, tokens, form)
+        _keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
+    tl.store(matrices.solve + at, _solve(ab, factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
@@ -413,126 +560,164 @@ def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, WIDT
 
 
 @triton.jit
-def _shrink(late, early, after, lengths, chunk, form: tl.constexpr):
-    """The decays of a chunk's rows times one over the rows' lengths, if q and k are normalized."""
-    if form.NORMALIZE:
-        place = lengths + chunk * (2 * form.C) + tl.arange(0, form.C)
-        of_q, of_k = tl.load(place), tl.load(place + form.C)
-        if form.GATE == 2:
-            of_q, of_k = of_q[:, None], of_k[:, None]
-        late, early, after = late * of_q, early * of_k, after * of_k
-    return late, early, after
+def _store_turned(tensor, packing, n, h, start, rows, columns, tokens, found, WIDTH: tl.constexpr):
+    at = _own_rows(tensor, packing, n, h, start, WIDTH) + (rows.to(tl.int64) * packing.heads)[None, :] * WIDTH
+    tl.store(at + columns[:, None], found, mask=(rows < tokens)[None, :] & (columns < WIDTH)[:, None])
 
 
 @triton.jit
-def chain_states(q, k, v, a, b, gate, beta, o, matrices, states, packing, scale, form: tl.constexpr):
-    """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk."""
-    n, h, start, tokens, kept = _of_chain(packing)
-    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
-    spots = depth[:, None] * form.V + columns[None, :]
-    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
-    size: tl.constexpr = form.K * form.V
-    ours = tl.program_id(1).to(tl.int64) * size + spots
+def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
+    """What the rows of a chunk are multiplied by in the chains, and what the state is."""
+    of_q, of_a, of_b, factor = 1.0, 1.0, 1.0, 1.0
+    if not form.LOW:
+        place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+        of_q, of_a, of_b = tl.load(place), tl.load(place + form.C), tl.load(place + 2 * form.C)
+        of_q, of_a, of_b, factor = of_q[None, :], of_a[None, :], of_b[None, :], tl.load(place + 3 * form.C)[None, :]
+    if form.GATE == 1:
+        whole = tl.load(matrices.whole + spot)
+    else:
+        whole = tl.load(matrices.whole + spot * form.K + depth, mask=depth < form.K, other=0.0)[None, :]
+    return of_q, of_a, of_b, factor, whole
+
+
+@triton.jit
+def _first_state(first, pair, depth, columns, form: tl.constexpr):
+    """A state of (K, V) turned to (V, K), or zeros."""
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
-    state = tl.zeros([BK, BV], tl.float32)
-    if states.first is not None:
-        state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    state = tl.zeros([BV, BK], tl.float32)
+    if first is not None:
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        at = first + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+        state = tl.load(at, mask=inside, other=0.0)
+    return state
+
+
+@triton.jit
+def _keep_last(last, pair, state, depth, columns, tokens, form: tl.constexpr):
+    if last is not None:
+        none = tl.minimum(tokens, 0)  # 0 that keeps the compiler from holding these places through the loop
+        depth, columns = depth + none, columns + none
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        at = last + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+        tl.store(at, state, mask=inside)
+
+
+@triton.jit
+def _keep_state(place, state, depth, columns, form: tl.constexpr):
+    """A chunk's state of (V, K)."""
+    at = place + columns[:, None] * form.K + depth[None, :]
+    if form.K % form.BK == 0 and form.V % form.BV == 0:
+        tl.store(at, state)
+    else:
+        tl.store(at, state, mask=(depth < form.K)[None, :] & (columns < form.V)[:, None])
+
+
+@triton.jit
+def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constexpr):
+    """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk.
+
+    All is transposed: what one product leaves in registers is the left side of the next, without a way through shared
+    memory."""
+    n, h, start, tokens, kept = _of_chain(packing)
+    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    size: tl.constexpr = form.K * form.V
+    BK: tl.constexpr = form.BK
+    BV: tl.constexpr = form.BV
+    state = _first_state(states.first, tl.program_id(1), depth, columns, form)
+    from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_v = find_head(v, n, h, packing.ends, start)
     to = from_v
     if form.OUT:
         to = find_head(o, n, h, packing.ends, start)
     for chunk in range(tl.cdiv(tokens, form.C)):
-        first = chunk * form.C
-        rows = first + tl.arange(0, form.C)
+        rows = chunk * form.C + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
+        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        tv = _turned_tile(v, from_v, rows, columns, tokens, form.V, BV)
+        low = state.to(tv.dtype)
         if not form.OUT:
-            tl.store(states.before + (kept + chunk) * size + spots, state, mask=inside)
-        tk = _rows(k, from_k, rows, depth, tokens, form)
-        tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
-        ta, tb = tk, tk
+            _keep_state(states.before + (kept + chunk) * size, low, depth, columns, form)
+        ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
+        tb = ta
+        if form.GATE == 2:
+            tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
+        x = of_a * _dot(low, tl.trans(ta), tv, form)
+        solve = tl.trans(tl.load(matrices.solve + at))
         if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        x = _reads(ta, early, state, form)
-        missing = tv - x
-        if form.LOW:
-            x += _dot(tl.load(matrices.read + at), tv, tv, form)
+            x += _dot(tv, tl.trans(tl.load(matrices.read + at)), tv, form)
+            u = x + _dot(x, solve, tv, form)
+            solved = u
         else:
-            x = _beta(beta, from_beta, rows, tokens, form)[:, None] * missing
-        u = _dot(tl.load(matrices.inverse + at), x, tv, form)
-        if not form.OUT:
-            kept_rows = u
-            if not form.LOW:
-                kept_rows = missing - _dot(tl.load(matrices.read + at), u, tv, form)
-            _store_rows(states.solved, packing, n, h, start, rows, columns, tokens, kept_rows, form.V)
+            x = tv - x
+            solved = x - _dot(factor * x, solve, tv, form)
+            u = factor * solved
         if form.OUT:
-            tq = _rows(q, from_q, rows, depth, tokens, form)
-            out = _reads(tq, late, state, form) + _dot(tl.load(matrices.pair + at), u, tv, form)
+            tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
+            out = of_q * _dot(low, tl.trans(tq), tv, form)
+            out += _dot(u, tl.trans(tl.load(matrices.pair + at)), tv, form)
             if form.LOW:
-                out += _dot(tl.load(matrices.plain + at), tv, tv, form)
-            there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-            tl.store(to + rows.to(tl.int64)[:, None] * o.token + columns[None, :], scale * out, mask=there)
-        state = state * (whole if form.GATE == 1 else whole[:, None]) + _writes(tb, after, u, form)
+                out += _dot(tv, tl.trans(tl.load(matrices.plain + at)), tv, form)
+            there = (rows < tokens)[None, :] & (columns < form.V)[:, None]
+            tl.store(to + rows.to(tl.int64)[None, :] * o.token + columns[:, None], scale * out, mask=there)
+        else:
+            _store_turned(states.solved, packing, n, h, start, rows, columns, tokens, solved, form.V)
+        state = state * whole + _dot(of_b * u, tb, tv, form)
         if form.LOW:
-            state += _writes(tk, after, tv, form)
-    if states.last is not None:
-        tl.store(states.last + ours, state, mask=inside)
+            tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+            state += _dot(tv, tk, tv, form)
+    _keep_last(states.last, tl.program_id(1), state, depth, columns, tokens, form)
 
 
 @triton.jit
-def chain_gradients(q, k, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr):
+def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl.constexpr):
     """As `chain_states` with time reversed: the gradient of the state after each chunk, of the initial state, and of
     v and beta."""
     n, h, start, tokens, kept = _of_chain(packing)
     depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
-    spots = depth[:, None] * form.V + columns[None, :]
-    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     size: tl.constexpr = form.K * form.V
-    ours = tl.program_id(1).to(tl.int64) * size + spots
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
-    state = tl.zeros([BK, BV], tl.float32)
-    if states.first is not None:
-        state = tl.load(states.first + ours, mask=inside, other=0.0)
-    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    state = _first_state(states.first, tl.program_id(1), depth, columns, form)
+    from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
     chunks = tl.cdiv(tokens, form.C)
     for step in range(chunks):
         chunk = chunks - 1 - step
-        first = chunk * form.C
-        rows = first + tl.arange(0, form.C)
+        rows = chunk * form.C + tl.arange(0, form.C)
         at = (kept + chunk) * (form.C * form.C) + _square(form)
-        tl.store(states.later + (kept + chunk) * size + spots, state, mask=inside)
-        tq = _rows(q, from_q, rows, depth, tokens, form)
-        tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
-        _g, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        late, early, after = _shrink(late, early, after, matrices.lengths, kept + chunk, form)
-        tk = _rows(k, from_k, rows, depth, tokens, form)
-        ta, tb = tk, tk
+        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        tdo = _turned_tile(do, from_do, rows, columns, tokens, form.V, BV)
+        low = state.to(tdo.dtype)
+        _keep_state(states.later + (kept + chunk) * size, low, depth, columns, form)
+        ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
+        tb = ta
+        if form.GATE == 2:
+            tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
+        du = of_b * _dot(low, tl.trans(tb), tdo, form) + scale * _dot(tdo, tl.load(matrices.pair + at), tdo, form)
+        solve = tl.load(matrices.solve + at)
         if form.LOW:
-            ta, tb = _rows(a, from_a, rows, depth, tokens, form), _rows(b, from_b, rows, depth, tokens, form)
-        du = scale * _dot(tl.trans(tl.load(matrices.pair + at)), tdo, tdo, form) + _reads(tb, after, state, form)
-        dx = _dot(tl.trans(tl.load(matrices.inverse + at)), du, tdo, form)
-        if form.LOW:
-            _store_rows(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
-            dv = _dot(tl.trans(tl.load(matrices.read + at)), dx, tdo, form) + _reads(tk, after, state, form)
-            dv += scale * _dot(tl.trans(tl.load(matrices.plain + at)), tdo, tdo, form)
+            dx = du + _dot(du, solve, tdo, form)
+            _store_turned(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
+            tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+            dv = _dot(dx, tl.load(matrices.read + at), tdo, form) + _dot(low, tl.trans(tk), tdo, form)
+            dv += scale * _dot(tdo, tl.load(matrices.plain + at), tdo, form)
         else:
+            dx = du - _dot(factor * du, solve, tdo, form)
             from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-            solved = tile_at(from_solved, packing.heads * form.V, rows, columns, tokens, form.V)
+            there = (rows < tokens)[None, :] & (columns < form.V)[:, None]
+            place = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
+            solved = tl.load(place, mask=there, other=0.0)
             part = grads.beta + tl.program_id(0).to(tl.int64) * packing.all_rows
-            _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 1)[:, None], 1)
-            dv = _beta(beta, from_beta, rows, tokens, form)[:, None] * dx
+            _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
+            dv = factor * dx
             dx = -dv
-        _store_rows(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
-        state *= whole if form.GATE == 1 else whole[:, None]
-        state += scale * _writes(tq, late, tdo, form) + _writes(ta, early, dx, form)
-    if states.last is not None:
-        tl.store(states.last + ours, state, mask=inside)
+        _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
+        tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
+        state = state * whole + _dot(scale * of_q * tdo, tq, tdo, form)
+        state += _dot(of_a * dx, ta, tdo, form)
+    _keep_last(states.last, tl.program_id(1), state, depth, columns, tokens, form)
 
 
 @triton.jit
@@ -544,7 +729,7 @@ def _sum_by_states(x, step, states, at, rows, depth, tokens, form: tl.constexpr,
         columns = part * form.BV + tl.arange(0, form.BV)
         tile = tile_at(x, step, rows, columns, tokens, form.V)
         inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
-        state = tl.load(states + at + depth[None, :] * form.V + columns[:, None], mask=inside, other=0.0)
+        state = tl.load(states + at + columns[:, None] * form.K + depth[None, :], mask=inside, other=0.0)
         found += _dot(tile, state, tile, form)
     return found
 
@@ -567,23 +752,31 @@ def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
     found = tl.zeros([WIDTH], tl.float32)
     for part in range((form.V + form.BV - 1) // form.BV):
         columns = part * form.BV + tl.arange(0, form.BV)
-        spots = depth[:, None] * form.V + columns[None, :]
-        inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+        spots = columns[:, None] * form.K + depth[None, :]
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
         before = tl.load(states.before + at + spots, mask=inside, other=0.0).to(tl.float32)
-        found += tl.sum(before * tl.load(states.later + at + spots, mask=inside, other=0.0).to(tl.float32), 1)
+        found += tl.sum(before * tl.load(states.later + at + spots, mask=inside, other=0.0).to(tl.float32), 0)
     return found
 
 
 @triton.jit
-def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
-    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself."""
+def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, SPLIT: tl.constexpr, form: tl.constexpr):
+    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself.
+    g: the gates, in half precision those of `_half_gates`."""
     dqb, dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = pairs
     C: tl.constexpr = form.C
     dq, da, db, dk, dg = sums
-    late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
+    if form.SINGLE:
+        late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
     for level in range(form.LEVELS):
         here, there = _beside(level, C), _beside(level, C, True)
-        since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
+        if form.SINGLE:
+            since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
+        else:
+            since = _edge_decay(level, g, C, SPLIT)
+            since_a, until = since, since
+            if form.LOW:
+                since_a = _early_decay(level, g, C, SPLIT)
         rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
         of_q = since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
         of_a = since_a * _dot(tl.where(here, dab, 0.0), cb, tb, form)
@@ -607,7 +800,8 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
         dq += of_q
         da += of_a
         dg += sums_of(crossings(level, C, False), terms + tq * of_q, tb, form)
-        late, early, soon = _edges(late, early, soon, g, level, form)
+        if form.SINGLE:
+            late, early, soon = _edges(late, early, soon, g, level, form)
     return dq, da, db, dk, dg
 
 
@@ -618,46 +812,77 @@ def _diagonal(x, form: tl.constexpr):
 
 
 @triton.jit
-def gradients_by_token(q, k, gate, beta, do, states, grads, packing, scale, form: tl.constexpr):
-    """The delta rule with a gate per token: a chunk's gradients of q, k and the gate."""
+def _across_gates(both, form: tl.constexpr):
+    """For each gate the sum over pairs of an earlier row and this row or a later one."""
+    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
+    if form.SINGLE:
+        later = tl.cumsum(both, 0, reverse=True)
+    else:
+        later = chosen_sums(j >= i, both, both.to(tl.float16) if form.PRECISION == "tf32x3" else both.to(tl.bfloat16))
+    return tl.sum(tl.where(i > j, later, 0.0), 1)
+
+
+@triton.jit
+def _through_lengths(found, x, shrink, form: tl.constexpr):
+    """From the gradient of rows whose lengths are constants that of the rows."""
+    if form.NORMALIZE:
+        wide = x.to(tl.float32)
+        found -= wide * (shrink * shrink * tl.sum(found * wide, 1))[:, None]
+    return found
+
+
+@triton.jit
+def gradients_by_token(q, k, gate, do, matrices, states, grads, packing, scale, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's gradients of q, k and the gate. One over the lengths of q and k
+    is part of the weights of pairs and of the rows' decays."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     BK: tl.constexpr = form.BK
+    C: tl.constexpr = form.C
     depth = tl.arange(0, BK)
-    rows = first + tl.arange(0, form.C)
-    i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    tq, shrink_q = _unit(_rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    tk, shrink_k = _unit(_rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form), form)
-    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-    place = find_head(gate, n, h, packing.ends, start)
-    g, late, _early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    rows = first + tl.arange(0, C)
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    at = spot * (form.K * form.V)
+    of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, spot, depth, form)
+    of_q, of_a, of_b = tl.reshape(of_q, (C,)), tl.reshape(of_a, (C,)), tl.reshape(of_b * factor, (C,))
+    shrink_q, shrink_k = tl.full([C], 1.0, tl.float32), tl.full([C], 1.0, tl.float32)
+    if form.NORMALIZE:
+        place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
+        shrink_q, shrink_k = tl.load(place), tl.load(place + C)
     from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
     from_dv = _own_rows(grads.v, packing, n, h, start, form.V)
     from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-    at = (tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)) * (form.K * form.V)
-    weights = _apart(g, form) * factor[None, :]
-    of_q = weights * scale * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
-    of_k = tl.where(i > j, -weights, 0.0) * _sum_of_pairs(from_dv, step, from_solved, step, rows, tokens, form)
-    both = _dot(tq, tl.trans(tk), tk, form) * of_q + _dot(tk, tl.trans(tk), tk, form) * of_k
-    later = tl.cumsum(both, 0, reverse=True)  # over pairs of an earlier row and this row or a later one
-    dg = tl.sum(tl.where(i > j, later, 0.0), 1) + whole * tl.sum(_held(states, at, depth, form, BK), 0)
-    of_q, of_k = of_q.to(tk.dtype), of_k.to(tk.dtype)
-    dq = (scale * late)[:, None] * _sum_by_states(from_do, do.token, states.before, at, rows, depth, tokens, form, BK)
-    since = tl.sum(tq * dq, 1)
-    dq = _unit_gradient(dq + _dot(of_q, tk, tk, form), tq, shrink_q, form)
-    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
-    dk = -late[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, depth, tokens, form, BK)
-    since += tl.sum(tk * dk, 1)
-    db = (after * factor)[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BK)
+    tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
+    tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
+    g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
+    weights = _apart(g, form) * factor * shrink_k[None, :]
+    pairs_q = weights * (scale * shrink_q)[:, None]
+    pairs_q *= _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
+    both = _dot(tq, tl.trans(tk), tk, form) * pairs_q
+    pairs_k = tl.where(i > j, -weights * shrink_k[:, None], 0.0)
+    pairs_k *= _sum_of_pairs(from_dv, step, from_solved, step, rows, tokens, form)
+    both += _dot(tk, tl.trans(tk), tk, form) * pairs_k
+    dg = _across_gates(both, form)
+    pairs_q, pairs_k = pairs_q.to(tk.dtype), pairs_k.to(tk.dtype)
+    dq = (scale * of_q)[:, None] * _sum_by_states(
+        from_do, do.token, states.before, at, rows, depth, tokens, form, BK
+    )  # fmt: skip
+    dk = -of_a[:, None] * _sum_by_states(from_dv, step, states.before, at, rows, depth, tokens, form, BK)
+    since = tl.sum(tq * dq + tk * dk, 1)
+    dq = _through_lengths(dq + _dot(pairs_q, tk, tk, form), tq, shrink_q, form)
+    db = of_b[:, None] * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BK)
     until = tl.sum(tk * db, 1)
-    dk += db + _dot(of_k, tk, tk, form)
-    turned = _dot(tl.trans(tq), of_q, tk, form)  # Hopper cannot transpose a sum for another product
-    dk += tl.trans(turned + _dot(tl.trans(tk), of_k, tk, form))
-    dk = _unit_gradient(dk, tk, shrink_k, form)
-    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+    dk += db + _dot(pairs_k, tk, tk, form)
+    turned = _dot(tl.trans(tq), pairs_q, tk, form)  # Hopper cannot transpose a sum for another product
+    dk += tl.trans(turned + _dot(tl.trans(tk), pairs_k, tk, form))
+    dg += whole * tl.sum(_held(states, at, depth, form, BK), 0)
     dg += tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
+    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+    dk = _through_lengths(dk, tk, shrink_k, form)
+    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
     _store_rows(grads.g, packing, n, h, start, rows, tl.arange(0, 1), tokens, dg[:, None], 1)
 
 
@@ -683,13 +908,18 @@ def _slice_gradients(
         ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
         tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
     place = find_head(gate, n, h, packing.ends, start)
-    g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    SPLIT: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    if form.SINGLE:
+        g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
+    else:
+        g = _half_gates(gate, place, rows, depth, tokens, SPLIT, form)
+        late, early, after, whole = _half_decays(g, SPLIT, form)
     dq = scale * late * _sum_by_states(from_do, do_step, states.before, at, rows, depth, tokens, form, BS)
     da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
     db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
     db *= factor[:, None]
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
-    dg = tl.zeros_like(g) + (whole * _held(states, at, depth, form, BS))[None, :]
+    dg = tl.zeros_like(late) + (whole * _held(states, at, depth, form, BS))[None, :]
     dk = db
     if form.LOW:
         from_v = find_head(v, n, h, packing.ends, start)
@@ -698,7 +928,7 @@ def _slice_gradients(
         dg += sums_of(j > i, ta * da, tb, form)  # a row's own gate follows its read
     else:
         dg += sums_of(j >= i, tq * dq + ta * da, tb, form) + sums_of(j < i, tb * db, tb, form)
-    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, form)
+    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, SPLIT, form)
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
     own = _diagonal(pairs[0], form)
     dq += own * tb

@@ -16,11 +16,11 @@ from ridgeline.ops.recurrent._delta import (
     Grads,
     Matrices,
     Packing,
+    Reads,
     chain_gradients,
     chain_states,
     gradients_by_channel,
     gradients_by_token,
-    invert_chunks,
     pairs_by_channel,
     pairs_by_token,
 )
@@ -58,19 +58,32 @@ class Tiles(NamedTuple):
     slice: int  # columns of v at a time in a program of one chunk
     channels: int  # at a time, where each has its gate
     warps: tuple[int, int, int]  # of the matrices, the chains and the gradients
-    stages: int
+    stages: tuple[int, int]  # of the chains and the gradients
+    registers: int | None = None  # at most, in the kernel of the matrices
 
 
-def delta_tiles(gpu: device.Device, dtype: torch.dtype, gate: int, K: int, V: int) -> Tiles:
+def tiles_of(call: DeltaCall, backward: bool) -> Tiles:
+    gpu, gate = device.of(call.v), call.g.dim() - 2
+    return delta_tiles(gpu, call.v.dtype, (gate, call.a is not None, backward), call.k.shape[3], call.v.shape[3])
+
+
+def delta_tiles(gpu: device.Device, dtype: torch.dtype, kind: tuple[int, bool, bool], K: int, V: int) -> Tiles:
+    """kind: 1 or 2 for a gate per token or channel; whether a and b are given; backward."""
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    gate, low, backward = kind
     if gpu.backend == "cpu":  # the interpreter: several chunks and slices
-        return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), 1)
+        return Tiles(32, min(BV, 32), min(BV, 32), 16, (4, 4, 4), (1, 1))
     if dtype == torch.float32:
-        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), 1)
-    if gpu.capability == 90 and gate == 1 and max(BK, BV) <= 128:
-        return Tiles(64, min(BV, 64), min(BV, 64), BK, (4, 4, 8), 1)
+        return Tiles(32, min(BV, 32 if BK <= 128 else 16), min(BV, 32), min(BK, 32), (4, 4, 4), (1, 1))
+    if gpu.capability == 90 and max(BK, BV) <= 128:
+        wide = 8 if BV > 64 else 4  # a warp for 16 columns of v
+        if gate == 1:
+            return Tiles(64, BV, min(BV, 64), BK, (4, wide, 8), (3, 2), 168)
+        if not backward and not low:
+            return Tiles(64, BV, min(BV, 64), min(BK, 64), (4, wide, 8), (3, 1))
+        return Tiles(32, BV, min(BV, 32), 16 if low else min(BK, 32), (4, wide, 4), (3, 1))
     BV = min(BV, 64 if BK <= 128 else 32)
-    return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), 1)  # more channels or warps spill far more
+    return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), (1, 1))
 
 
 class Plan(NamedTuple):
@@ -82,49 +95,60 @@ class Plan(NamedTuple):
     parallel: tuple[int, int]  # programs: one for each chunk
     chains: tuple[int, int]
     tensors: tuple[Any, ...]  # q, k, v, a, b, g and beta
+    reads: Reads
     matrices: Matrices
 
 
-def prepare(call: DeltaCall) -> Plan:
-    """Makes the matrices of all chunks."""
-    (B, T, HV, V), K = call.v.shape, call.k.shape[3]
-    gpu, low = device.of(call.v), call.a is not None
-    tiles = delta_tiles(gpu, call.v.dtype, call.g.dim() - 2, K, V)
-    C = tiles.rows
+def _solver(call: DeltaCall) -> str:
+    """The precision of the float32 products that solve a chunk; other products take the data's dtype."""
+    thrice = "ieee" if device.of(call.v).backend == "hip" else "tf32x3"  # AMD's compiler has no tf32x3
+    half = {torch.bfloat16: "tf32", torch.float16: thrice}
+    return half.get(call.v.dtype, call.precision)
+
+
+def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
+    """Makes the matrices of all chunks, and per channel the rows with their decays."""
+    (B, T, HV, V), K, C = call.v.shape, call.k.shape[3], tiles.rows
+    low, gate = call.a is not None, call.g.dim() - 2
     form = DeltaForm(
-        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, call.g.dim() - 2,
-        low, call.normalize, call.v.dtype == torch.float32, call.precision, False,
+        K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, gate,
+        low, call.normalize, call.v.dtype == torch.float32, _solver(call), False,
     )  # fmt: skip
     sequences = B if call.ends is None else call.ends.numel() - 1
     chunks = -(-T // C) if call.ends is None else T // C + sequences
-    squares = [torch.empty((B, HV, chunks, C, C), dtype=call.v.dtype, device=call.v.device) for _ in range(3 + low)]
-    lengths = None
-    if call.normalize:
-        lengths = torch.empty((B, HV, chunks, 2, C), dtype=torch.float32, device=call.v.device)
-    matrices = Matrices(squares[0], squares[1], squares[2], squares[3] if low else None, lengths)
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": call.v.device}
+    data: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
+    squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
+    read, plain = squares[2:] if low else (None, None)
+    lengths = torch.empty((B, HV, chunks, 2, C), **wide) if call.normalize else None
+    decays = None if low else torch.empty((B, HV, chunks, 4, C), **wide)
+    whole = torch.empty((B, HV, chunks) if gate == 1 else (B, HV, chunks, K), **wide)
+    matrices = Matrices(squares[0], squares[1], read, plain, lengths, decays, whole)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
+    q, k, _, a, b, g, beta = tensors
+    reads = Reads(q, k, k, None)
+    if gate == 2:
+        decayed = [torch.empty((B, T, HV, K), **data) for _ in range(3 + low)]
+        reads = Reads(*[call.rows(t) for t in decayed], *[None] * (1 - low))
     plan = Plan(
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
-        (-(-V // tiles.chain), sequences * HV), tensors, matrices,
+        (-(-V // tiles.chain), sequences * HV), tensors, reads, matrices,
     )  # fmt: skip
-    q, k, _, a, b, g, beta = tensors
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
-    if form.GATE == 1:
-        launch(pairs_by_token, plan.parallel, q, k, g, matrices, plan.packing, **facts)
+    if tiles.registers is not None:
+        facts["maxnreg"] = tiles.registers
+    if gate == 1:
+        launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, plan.packing, **facts)
     else:
-        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, matrices, plan.packing, **facts)
-    launch(
-        invert_chunks, plan.parallel, matrices.inverse if low else matrices.read, beta, matrices, plan.packing,
-        form=form._replace(C=C // 2, LEVELS=form.LEVELS - 1), num_warps=max(C * C // 1024, 1), num_stages=1,
-    )  # fmt: skip
+        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, beta, reads, matrices, plan.packing, **facts)
     return plan
 
 
 def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
     form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
     launch(
-        chain_states, plan.chains, *plan.tensors, call.rows(o), plan.matrices, states, plan.packing, call.scale,
-        form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+        chain_states, plan.chains, plan.reads, plan.tensors[2], call.rows(o), plan.matrices, states,
+        plan.packing, call.scale, form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages[0],
     )  # fmt: skip
 
 
@@ -134,7 +158,7 @@ def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
         token = _step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
         _step.start(o, last, token, call.first, call.scale)
         return
-    chain(prepare(call), call, o, ChunkStates(call.first, last, None, None, None, None))
+    chain(prepare(call, tiles_of(call, False)), call, o, ChunkStates(call.first, last, None, None, None, None))
 
 
 def delta_bwd(
@@ -143,9 +167,9 @@ def delta_bwd(
 ) -> None:  # fmt: skip
     """Makes the matrices and the states again, then the states' gradients, then everything else chunk by chunk."""
     call = DeltaCall(*inputs)
-    plan = prepare(call)
+    plan = prepare(call, tiles_of(call, True))
     B, _, HV, V = call.v.shape
-    shape = B, HV, plan.packing.chunks, call.k.shape[3], V
+    shape = B, HV, plan.packing.chunks, V, call.k.shape[3]
     fresh: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     before, later, solved = torch.empty(shape, **fresh), torch.empty(shape, **fresh), torch.empty(dv.shape, **fresh)
     turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
@@ -156,15 +180,16 @@ def delta_bwd(
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
     grads = Grads(dq, dk, dv, dg, sums, da, db)
     launch(
-        chain_gradients, plan.chains, q, k, a, b, g, beta, rows, plan.matrices,
+        chain_gradients, plan.chains, plan.reads, rows, plan.matrices,
         ChunkStates(dlast, dfirst, None, later, solved, turned), grads, plan.packing, call.scale,
-        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages,
+        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages[0],
     )  # fmt: skip
     states = ChunkStates(None, None, before, later, solved, turned)
-    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages}
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     if plan.form.GATE == 1:
         launch(
-            gradients_by_token, plan.parallel, q, k, g, beta, rows, states, grads, plan.packing, call.scale, **facts
+            gradients_by_token, plan.parallel, q, k, g, rows, plan.matrices, states, grads, plan.packing, call.scale,
+            **facts,
         )  # fmt: skip
     else:
         launch(

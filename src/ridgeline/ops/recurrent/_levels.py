@@ -153,3 +153,13 @@ def add_crossing(found, masks, level, x, C: tl.constexpr):
     else:
         found = tl.dot(chosen, x, found, input_precision="tf32")
     return found
+
+
+@triton.jit
+def chosen_sums(chosen, x, like):
+    """The sums of the chosen rows of x, in bfloat16's range."""
+    if like.dtype == tl.bfloat16:
+        found = tl.dot(chosen.to(tl.bfloat16), x.to(tl.bfloat16))
+    else:
+        found = tl.dot(chosen.to(tl.float32), x, input_precision="tf32")
+    return found

@@ -87,29 +87,34 @@ def no_kernel(*_: Any) -> None:
     """The backward of ops whose gradient is a view or a product: it starts no kernel."""
 
 
-class Strides(NamedTuple):
-    """Those of x along the sums' dimensions and the summed ones, and those of y; what is a tuple is innermost first."""
+class Line(NamedTuple):
+    """Sizes of the innermost kept dimension A and the innermost summed one R, with the strides of x and y along them.
 
-    x_outer: tuple[int, ...]
+    steps: tiles that are added. size: elements of y."""
+
+    A: int
+    R: int
+    steps: int
+    size: int
     x_a: int
-    x_far: tuple[int, ...]
     x_r: int
-    y_outer: tuple[int, ...]
     y_a: int
-    outer: tuple[int, ...]  # sizes
-    far: tuple[int, ...]
 
 
 @triton.jit
-def _place(number, sizes, steps):
-    """The offset of what has this number among dimensions of these sizes."""
+def _place(number, dims, PART: tl.constexpr, PARTS: tl.constexpr):
+    """The offset of what has this number among dimensions, innermost first.
+
+    dims: the dimensions' sizes, then their strides in PARTS - 1 tensors; PART says in which of them.
+    """
     at = number * 0
-    for d in tl.static_range(len(sizes)):
-        if d + 1 == len(sizes):
-            at += number * steps[d]
+    count: tl.constexpr = len(dims) // PARTS
+    for d in tl.static_range(count):
+        if d + 1 == count:
+            at += number * dims[PART * count + d]
         else:
-            at += number % sizes[d] * steps[d]
-            number = number // sizes[d]
+            at += number % dims[d] * dims[PART * count + d]
+            number = number // dims[d]
     return at
 
 
@@ -118,11 +123,9 @@ def _fwd(
     y,
     parts,
     x,
-    A,
-    R,
-    steps,
-    size,
-    strides,
+    line,
+    outer,
+    far,
     BA: tl.constexpr,
     BR: tl.constexpr,
     FEW: tl.constexpr,
@@ -133,34 +136,36 @@ def _fwd(
     """Sums tiles of BR elements for each of BA sums; the contiguous dimension comes last.
 
     FEW elements, loaded by one thread, are added first; then RUN tiles are added before they join the total.
+    outer: sizes of the other kept dimensions, their strides in x and in y. far: the same of summed ones, without y.
     """
+    A, R = line.A, line.R
     tiles = tl.cdiv(A, BA)
-    outer = (tl.program_id(0) // tiles).to(tl.int64)
+    which = (tl.program_id(0) // tiles).to(tl.int64)
     a = (tl.program_id(0) % tiles).to(tl.int64) * BA + tl.arange(0, BA)
     r = tl.arange(0, BR)
     a, r = (a[:, None], r[None, :]) if ROWS else (a[None, :], r[:, None])
-    x += _place(outer, strides.outer, strides.x_outer) + a * strides.x_a
+    x += _place(which, outer, 1, 3) + a * line.x_a
     wide: tl.constexpr = tl.float32 if x.dtype.element_ty.is_floating() else tl.int64
     blocks = tl.cdiv(R, BR)
-    length = tl.cdiv(steps, tl.num_programs(1))
+    length = tl.cdiv(line.steps, tl.num_programs(1))
     begin = tl.program_id(1) * length
-    end = tl.minimum(begin + length, steps)
+    end = tl.minimum(begin + length, line.steps)
     total = tl.zeros((BA, BR // FEW) if ROWS else (BR // FEW, BA), wide)
     for some in range(begin, end, RUN):
         part = tl.zeros((BA, BR // FEW) if ROWS else (BR // FEW, BA), wide)
         for step in range(some, tl.minimum(some + RUN, end)):
             at = (step % blocks).to(tl.int64) * BR + r
-            far = _place((step // blocks).to(tl.int64), strides.far, strides.x_far)
-            found = tl.load(x + far + at * strides.x_r, mask=(a < A) & (at < R), other=0).to(wide)
+            beyond = _place((step // blocks).to(tl.int64), far, 1, 2)
+            found = tl.load(x + beyond + at * line.x_r, mask=(a < A) & (at < R), other=0).to(wide)
             if ROWS:
                 part += tl.sum(tl.reshape(found, (BA, BR // FEW, FEW)), 2)
             else:
                 part += tl.sum(tl.reshape(found, (FEW, BR // FEW, BA)), 0)
         total += part
-    place = _place(outer, strides.outer, strides.y_outer) + a * strides.y_a
+    place = _place(which, outer, 2, 3) + a * line.y_a
     sums = across(total, min(16, BR // FEW), ROWS)
     if SPLIT:
-        tl.store(parts + tl.program_id(1).to(tl.int64) * size + place, sums, mask=a < A)
+        tl.store(parts + tl.program_id(1).to(tl.int64) * line.size + place, sums, mask=a < A)
     else:
         tl.store(y + place, sums.to(y.dtype.element_ty), mask=a < A)
 
@@ -188,8 +193,8 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
-    strides = Strides(x_outer, x_a, x_far, x_r, y_outer, y_a, sizes, depths)
-    launch(_fwd, (programs, splits), y, parts, x, A, R, steps, y.numel(), strides, **facts)
+    line = Line(A, R, steps, y.numel(), x_a, x_r, y_a)
+    launch(_fwd, (programs, splits), y, parts, x, line, (*sizes, *x_outer, *y_outer), (*depths, *x_far), **facts)
     if splits > 1:
         add_up(y, parts)
 

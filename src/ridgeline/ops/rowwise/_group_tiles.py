@@ -56,21 +56,6 @@ class Shape(NamedTuple):
     size: int
 
 
-class Steps(NamedTuple):
-    """The strides, over images, channels and positions, of what forward writes and reads."""
-
-    y: Any
-    x: Any
-
-
-class BackwardSteps(NamedTuple):
-    """The same of backward."""
-
-    dx: Any
-    dy: Any
-    x: Any
-
-
 @triton.jit
 def _grid(BC: tl.constexpr, BS: tl.constexpr, FAR: tl.constexpr):
     """A tile's channels and positions. FAR: its offsets need 64 bits."""
@@ -81,9 +66,12 @@ def _grid(BC: tl.constexpr, BS: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def _at(tensor, steps, image, channel, start, c, place):
-    """Pointers to a tile that begins at `channel` and `start`."""
-    return tensor + (image * steps[0] + channel * steps[1] + start * steps[2]) + (c * steps[1] + place * steps[2])
+def _at(tensor, steps, N: tl.constexpr, image, channel, start, c, place):
+    """Pointers to a tile that begins at `channel` and `start`.
+
+    steps: strides over images, channels and positions of forward's y and x, or backward's dx, dy and x; N: whose."""
+    over, along = steps[3 * N + 1], steps[3 * N + 2]
+    return tensor + (image * steps[3 * N] + channel * over + start * along) + (c * over + place * along)
 
 
 @triton.jit
@@ -115,7 +103,7 @@ def _fwd(
     c, place = _grid(BC, BS, FAR)
     inside, channel = c < shape.width, first + c
     mask, count = inside & (place < shape.size), shape.width * (shape.size * 1.0)
-    value = tl.load(_at(inputs.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+    value = tl.load(_at(inputs.x, steps, 1, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     middle = tl.sum(value) / count
     off = tl.where(mask, value - middle, 0.0)
     off -= tl.where(mask, tl.sum(off) / count, 0.0)  # the rounding error of the mean
@@ -125,7 +113,7 @@ def _fwd(
     result = off * scale * _of(inputs.w, channel, inside, 1.0) + _of(inputs.b, channel, inside, 0.0)
     if SILU:
         result = silu(result, results.y.dtype.element_ty)
-    tl.store(_at(results.y, steps.y, image, first, 0, c, place), result.to(results.y.dtype.element_ty), mask=mask)
+    tl.store(_at(results.y, steps, 0, image, first, 0, c, place), result.to(results.y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -139,13 +127,13 @@ def _fwd_wide(
     across, count = tl.cdiv(shape.size, BS), shape.width * (shape.size * 1.0)
     tiles = tl.cdiv(shape.width, BC) * across
     mask = (c < shape.width) & (place < shape.size)
-    value = tl.load(_at(inputs.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+    value = tl.load(_at(inputs.x, steps, 1, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
     guess = tl.sum(value) / tl.sum(mask.to(tl.float32))
     total, square = tl.zeros((BC, BS), tl.float32), tl.zeros((BC, BS), tl.float32)
     for tile in tl.range(0, tiles, num_stages=STAGES):
         c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
         mask = (c0 + c < shape.width) & (s0 + place < shape.size)
-        at = _at(inputs.x, steps.x, image, first + c0, s0, c, place)
+        at = _at(inputs.x, steps, 1, image, first + c0, s0, c, place)
         off = tl.where(mask, tl.load(at, mask=mask, other=0, eviction_policy="evict_last").to(tl.float32) - guess, 0.0)
         total += off
         square += off * off
@@ -158,7 +146,7 @@ def _fwd_wide(
         c0, s0 = (tile // across * BC).to(tl.int64), (tile % across * BS).to(tl.int64)
         channel, inside = first + c0 + c, c0 + c < shape.width
         mask = inside & (s0 + place < shape.size)
-        at = _at(inputs.x, steps.x, image, first + c0, s0, c, place)
+        at = _at(inputs.x, steps, 1, image, first + c0, s0, c, place)
         value = tl.load(at, mask=mask, other=0, eviction_policy="evict_first").to(tl.float32)
         result = (value - guess - shift) * scale * _of(inputs.w, channel, inside, 1.0) + _of(
             inputs.b, channel, inside, 0.0
@@ -166,7 +154,7 @@ def _fwd_wide(
         if SILU:
             result = silu(result, results.y.dtype.element_ty)
         tl.store(
-            _at(results.y, steps.y, image, first + c0, s0, c, place), result.to(results.y.dtype.element_ty), mask=mask
+            _at(results.y, steps, 0, image, first + c0, s0, c, place), result.to(results.y.dtype.element_ty), mask=mask
         )
 
 
@@ -198,8 +186,8 @@ def _bwd(
         image = tl.full((), 0, tl.int64) + turn
         group = image * shape.groups + tl.program_id(0) % shape.groups
         middle, scale = tl.load(saved.mean + group), tl.load(saved.rstd + group)
-        value = tl.load(_at(saved.x, steps.x, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
-        slope = tl.load(_at(dy, steps.dy, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+        value = tl.load(_at(saved.x, steps, 2, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
+        slope = tl.load(_at(dy, steps, 1, image, first, 0, c, place), mask=mask, other=0).to(tl.float32)
         value = tl.where(mask, (value - middle) * scale, 0.0)
         slope = _before(slope, value, weight, bias, SILU, dy.dtype.element_ty)
         dw, db = tl.sum(slope * value, 1)[:, None], tl.sum(slope, 1)[:, None]
@@ -208,7 +196,7 @@ def _bwd(
         if dx is not None:
             slant, level = tl.sum(dw * weight) / count, tl.sum(db * weight) / count
             result = scale * (slope * weight - level - value * slant)
-            tl.store(_at(dx, steps.dx, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
+            tl.store(_at(dx, steps, 0, image, first, 0, c, place), result.to(dx.dtype.element_ty), mask=mask)
     if sums is not None:
         at = sums + slot.to(tl.int64) * 2 * shape.groups * shape.width + channel
         tl.store(at, whole_dw, mask=inside)
@@ -248,10 +236,13 @@ def _bwd_wide(
             channel, inside = first + c0 + c, c0 + c < shape.width
             mask = inside & (s0 + place < shape.size)
             value = tl.load(
-                _at(saved.x, steps.x, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
+                _at(saved.x, steps, 2, image, first + c0, s0, c, place),
+                mask=mask,
+                other=0,
+                eviction_policy="evict_last",
             )
             slope = tl.load(
-                _at(dy, steps.dy, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
+                _at(dy, steps, 1, image, first + c0, s0, c, place), mask=mask, other=0, eviction_policy="evict_last"
             )
             value, slope = (value.to(tl.float32) - middle) * scale, slope.to(tl.float32)
             weight, bias = _of(saved.w, channel, inside, 1.0), _of(saved.b, channel, inside, 0.0)
@@ -274,13 +265,13 @@ def _bwd_wide(
                 channel, inside = first + c0 + c, c0 + c < shape.width
                 mask = inside & (s0 + place < shape.size)
                 value = tl.load(
-                    _at(saved.x, steps.x, image, first + c0, s0, c, place),
+                    _at(saved.x, steps, 2, image, first + c0, s0, c, place),
                     mask=mask,
                     other=0,
                     eviction_policy="evict_first",
                 )
                 slope = tl.load(
-                    _at(dy, steps.dy, image, first + c0, s0, c, place),
+                    _at(dy, steps, 1, image, first + c0, s0, c, place),
                     mask=mask,
                     other=0,
                     eviction_policy="evict_first",
@@ -289,7 +280,7 @@ def _bwd_wide(
                 weight, bias = _of(saved.w, channel, inside, 1.0), _of(saved.b, channel, inside, 0.0)
                 slope = _before(slope, value, weight, bias, SILU, dy.dtype.element_ty)
                 result = scale * (slope * weight - height - value * along)
-                tl.store(_at(dx, steps.dx, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
+                tl.store(_at(dx, steps, 0, image, first + c0, s0, c, place), result.to(dx.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -360,7 +351,7 @@ def _launch(
             return {"BC": min(bc, tile), "BS": min(bs, max(1, tile // bc)), **found}
         return {"BC": min(bc, max(1, tile // bs)), "BS": min(bs, tile), **found}
 
-    far = max(max(s[1:]) for s in steps if s) > FAR
+    far = max(s for n, s in enumerate(steps) if n % 3) > FAR
     chosen, key = kernel if whole else wide, (bc, bs, last, odd, SILU)
     shape = Shape(groups, width, size)
     launch(chosen, (grid,), *args, shape, *facts, steps, config=config, key=key, FAR=far, SILU=SILU, **flags)
@@ -372,7 +363,7 @@ def launch_fwd(
 ) -> None:  # fmt: skip
     x, y = planes(x), planes(y)
     args = Results(y, mean, rstd), Inputs(x, dense(w), dense(b))
-    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, args, Steps(y.stride(), x.stride()), eps, SILU=silu)
+    _launch(_fwd, _fwd_wide, x, groups, x.shape[0] * groups, args, (*y.stride(), *x.stride()), eps, SILU=silu)
 
 
 def slots_of(x: torch.Tensor, need: int) -> tuple[int, torch.Tensor | None, bool]:
@@ -413,6 +404,6 @@ def launch_bwd(
     slots, sums, pdl = slots_of(x, need)
     # A launch's first argument must be a tensor, and dx may be missing.
     args = dy, dx, sums, Saved(x, dense(w), dense(b) if silu else None, mean, rstd), x.shape[0]
-    steps = BackwardSteps(None if dx is None else dx.stride(), dy.stride(), x.stride())
+    steps = *(dy if dx is None else dx).stride(), *dy.stride(), *x.stride()
     _launch(_bwd, _bwd_wide, x, groups, slots * groups, args, steps, SILU=silu, PDL=pdl)
     add_up(sums, dw, db, need)
