@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
     channels: int  # at a time
     columns: int  # of v at a time
-    facts: dict[str, int]  # warps, and the most registers of a thread
+    facts: dict[str, Any]  # warps, and the most registers of a thread
     programs: int  # to a multiprocessor, if they take several chunks each
 
 
@@ -171,10 +171,10 @@ def bwd(
     scan(plan, made, ChannelPass(v, do, made.q, dk, False, True, dlast, None, marks, ends))
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
     del marks
-    args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
+    rows = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
     tiles = gradient_tiles(device.of(q), form.K, form.V)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    args = *args, Own(dq, dk, dg, ends, partial), make_masks(plan), plan.packing, call.scale
+    args = *rows, Own(dq, dk, dg, ends, partial), make_masks(plan), plan.packing, call.scale
     launch(own_gradients, (plan.chunks,), *args, form=form, num_stages=1, **tiles.facts)
     if partial is not None and du is not None:
         torch.sum(partial, (0, 2), out=du)
