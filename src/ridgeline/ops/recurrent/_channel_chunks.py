@@ -16,6 +16,9 @@ from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None
+# ptxas 12.8 moves the sums that find own_gradients' tiles in shared memory before what they add to: on an H200 all but
+# 16 rows of a product were other memory, some of it no memory of the block's.
+ASSEMBLER = {"assembler": "newer"}
 
 
 class ChannelPass(NamedTuple):
@@ -78,7 +81,8 @@ def pair_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
 def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
     """The tiles of `own_gradients`."""
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
-    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), {"num_warps": 4}, 1)
+    facts = {"num_warps": 4, **(ASSEMBLER if gpu.capability == 90 else {})}
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), facts, 1)
 
 
 def prepare(call: _chunks.Call) -> Plan:
