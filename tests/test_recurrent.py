@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ridgeline
+from ridgeline.boundary import INTERPRETED
 from ridgeline.ops.recurrent import _chunks
 
 pytestmark = pytest.mark.kernels
@@ -177,3 +178,22 @@ def test_a_gate_per_channel_in_half_precision(
     found, again = (everything(function, args, state, "triton", **given) for _ in range(2))
     close(found, exact(function, args, state, **given), 3e-3)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")
+@pytest.mark.parametrize("kind", ["channel", "rwkv6"])
+@pytest.mark.parametrize("case", ["16", "17", "packed"])
+def test_a_gate_per_channel_stays_in_its_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No access is beyond a tensor, and no result depends on memory that nothing has written."""
+    import bounds
+
+    function, args = inputs(kind, 1, 41 if case == "packed" else int(case), "cpu")
+    args = [a.half() for a in args]
+    given, state = {}, first_state(1, "cpu")
+    if case == "packed":
+        given = {"cu_seqlens": torch.tensor([0, 17, 17, 19, 41], dtype=torch.int32)}
+        state = first_state(4, "cpu")
+        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    with bounds.strict():
+        found = everything(function, args, state, "triton", **given)
+    close(found, exact(function, args, state, **given), 3e-3)
