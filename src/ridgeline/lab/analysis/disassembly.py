@@ -93,7 +93,7 @@ def unwritten(text: str) -> list[str]:
             faults[block] |= reads - written
             written |= writes
         labels, anywhere, opcode, always = leaps.get(block, ([], False, "", False))
-        after = [places[name] for name in (places if anywhere else labels) if name in places]
+        after = [places[name] for name in (labels or (places if anywhere else ())) if name in places]
         if block + 1 < len(blocks) and not (always and opcode in ("BRA", "BRX", "BRXU", "JMP", "JMX", "EXIT", "RET")):
             after.append(block + 1)
         for other in after:
