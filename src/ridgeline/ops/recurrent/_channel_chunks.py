@@ -85,11 +85,16 @@ def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
     return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), facts, 1)
 
 
+def span(dtype: torch.dtype) -> int:
+    """`PairForm.SPAN`: bfloat16's range is 2^127 both ways, and q and k need their share; float16 has none to spare."""
+    return 60 if dtype == torch.bfloat16 else 0
+
+
 def prepare(call: _chunks.Call) -> Plan:
     (B, T, HV, V), K, gpu, N = call.v.shape, call.q.shape[3], device.of(call.q), call.sequences
     C = channel_tiles(gpu, K, V)[1]
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
-    form = PairForm(K, V, 0, 0, C, C.bit_length() - 1, call.u is not None, gpu.backend != "hip")
+    form = PairForm(K, V, 0, 0, C, C.bit_length() - 1, call.u is not None, span(call.q.dtype), gpu.backend != "hip")
     return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV))
 
 

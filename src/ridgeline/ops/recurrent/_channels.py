@@ -17,6 +17,7 @@ from ridgeline.ops.recurrent._levels import (
     decay_since,
     decay_until,
     edge_decay,
+    growth,
     keep_sums,
     mask_at,
     masked_decay,
@@ -37,6 +38,7 @@ class PairForm(NamedTuple):
     C: int  # rows of a chunk
     LEVELS: int  # log2 of C
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
+    SPAN: int  # the most halvings of a chunk's decay with which its rows meet in one product
     CHOOSE: bool  # whether a load may choose among pointers, which Triton cannot compile for AMD
 
 
@@ -70,8 +72,7 @@ class Masks(NamedTuple):
 
 @triton.jit
 def _bonus(bonus, gate, h, depth, form: tl.constexpr):
-    BS: tl.constexpr = form.BS
-    u = tl.full([BS], 1.0, tl.float32)
+    u = tl.full(depth.shape, 1.0, tl.float32)
     if bonus is not None:
         u = tl.load(bonus + h // gate.group * form.K + depth, mask=depth < form.K, other=0.0).to(tl.float32)
     return u
@@ -126,43 +127,66 @@ def _mixed(of_q, of_k, sums, depth, there, level, form: tl.constexpr):
 
 
 @triton.jit
+def _keep_rows(tq, tk, until, total, bonus, gate, made, sums, spot, h, depth, form: tl.constexpr):
+    """Writes some channels of q and k with their decays. Returns q's, and the pairs of a row with itself."""
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    here = (depth < K)[None, :]
+    diagonal = tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * _bonus(bonus, gate, h, depth, form)[None, :], 1)
+    spots = spot * (C * K) + tl.arange(0, C)[:, None] * K + depth[None, :]
+    mine = (tq * decay_since(sums, depth, K, C, form.SHIFT)).to(tq.dtype)
+    tl.store(made.q + spots, mine, mask=here)
+    tl.store(made.k + spots, (tk * until).to(tk.dtype), mask=here)
+    tl.store(made.sums + spot * K + depth, total * 0.6931471805599453, mask=depth < K)
+    return mine, diagonal
+
+
+@triton.jit
 def _pairs_of(q, k, gate, bonus, made, packing, room, spot, n, h, start, tokens, first, form: tl.constexpr):
     C: tl.constexpr = form.C
     K: tl.constexpr = form.K
     BS: tl.constexpr = form.BS
+    PIECE: tl.constexpr = min(form.BS, 64)  # of rows that are kept: more would spill
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
     sums = room + tl.program_id(0) * (C * K)
     keep_sums(sums, gate, find_head(gate, n, h, packing.ends, start), first, tokens, K, BS, C)
-    found = tl.zeros([C, C], tl.float32)
+    found, diagonal = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     inside = (first + row < tokens)[:, None]
     of_q = from_q + (first + row).to(tl.int64)[:, None] * q.token
     of_k = from_k + (first + row).to(tl.int64)[:, None] * k.token
+    least = tl.cast(0.0, tl.float32)
     for part in range((K + BS - 1) // BS):
-        depth = part * BS + tl.arange(0, BS)
-        there = inside & (depth < K)[None, :]
-        ours = tl.zeros([C, C], tl.float32)
-        mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1, form)
-        for step in range(1, form.LEVELS):
-            scores = tl.dot(mixed, tl.trans(mixed))
-            mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1 - step, form)
-            ours = tl.where((i ^ j) < (2 * C >> step), scores, ours)  # the levels below write over the rest
-        ours = tl.where((i ^ j) < 2, tl.dot(mixed, tl.trans(mixed)), ours)
-        found += ours
-    diagonal = tl.zeros([C], tl.float32)
-    for part in range((K + BS - 1) // BS):
-        depth = part * BS + tl.arange(0, BS)
-        here = (depth < K)[None, :]
-        tq = tl.load(of_q + depth[None, :], mask=inside & here, other=0.0)
-        tk = tl.load(of_k + depth[None, :], mask=inside & here, other=0.0)
-        u = _bonus(bonus, gate, h, depth, form)
-        diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * u[None, :], 1)
-        spots = spot * (C * K) + row[:, None] * K + depth[None, :]
-        tl.store(made.q + spots, (tq * decay_since(sums, depth, K, C, form.SHIFT)).to(tq.dtype), mask=here)
-        tl.store(made.k + spots, (tk * decay_until(sums, depth, K, C)).to(tk.dtype), mask=here)
-        total = whole_sums(sums, depth, K, C) * 0.6931471805599453
-        tl.store(made.sums + spot * K + depth, total, mask=depth < K)
+        least = tl.minimum(least, tl.min(whole_sums(sums, part * BS + tl.arange(0, BS), K, C), 0))
+    if least >= -form.SPAN:  # a product at once: the chunk's decay and its inverse are in range
+        for part in range((K + PIECE - 1) // PIECE):
+            depth = part * PIECE + tl.arange(0, PIECE)
+            there = inside & (depth < K)[None, :]
+            tq, tk = tl.load(of_q + depth[None, :], there, other=0.0), tl.load(of_k + depth[None, :], there, other=0.0)
+            total, grown = whole_sums(sums, depth, K, C), growth(sums, depth, K, C)
+            until = grown * tl.exp2(total)[None, :]
+            mine, own = _keep_rows(tq, tk, until, total, bonus, gate, made, sums, spot, h, depth, form)
+            found += tl.dot(mine, tl.trans((tk * grown).to(tk.dtype)))
+            diagonal += own
+    else:
+        for part in range((K + BS - 1) // BS):
+            depth = part * BS + tl.arange(0, BS)
+            there = inside & (depth < K)[None, :]
+            ours = tl.zeros([C, C], tl.float32)
+            mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1, form)
+            for step in range(1, form.LEVELS):
+                scores = tl.dot(mixed, tl.trans(mixed))
+                mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1 - step, form)
+                ours = tl.where((i ^ j) < (2 * C >> step), scores, ours)  # the levels below write over the rest
+            found += tl.where((i ^ j) < 2, tl.dot(mixed, tl.trans(mixed)), ours)
+        for part in range((K + PIECE - 1) // PIECE):
+            depth = part * PIECE + tl.arange(0, PIECE)
+            there = inside & (depth < K)[None, :]
+            tq, tk = tl.load(of_q + depth[None, :], there, other=0.0), tl.load(of_k + depth[None, :], there, other=0.0)
+            total, until = whole_sums(sums, depth, K, C), decay_until(sums, depth, K, C)
+            _, own = _keep_rows(tq, tk, until, total, bonus, gate, made, sums, spot, h, depth, form)
+            diagonal += own
     found = tl.where(i > j, found, tl.where(i == j, diagonal[:, None], 0.0))
     tl.store(made.pairs + spot * (C * C) + i * C + j, found)
     tl.debug_barrier()  # the next chunk writes over the sums

@@ -67,6 +67,12 @@ def decay_until(place, depth, K: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def growth(place, depth, K: tl.constexpr, C: tl.constexpr):
+    """Of each row the inverse of the decay since the chunk began."""
+    return tl.exp2(-_sums_at(place, tl.arange(0, C), depth, K))
+
+
+@triton.jit
 def edge_decay(place, depth, level, K: tl.constexpr, C: tl.constexpr, SHIFT: tl.constexpr):
     """Of rows in right blocks the decay since the edge between the blocks (with SHIFT without the row's own gate), of
     left ones until it."""
