@@ -85,7 +85,8 @@ def unwritten(text: str) -> list[str]:
                 leaps[len(blocks) - 1] = (re.findall(r"\.L\w+", operands), opcode[-1] in "XU", opcode, always)
                 blocks.append([])
     known: dict[int, set[int]] = {0: set()}
-    waiting, faults = [0], {}
+    waiting: list[int] = [0]
+    faults: dict[int, set[int]] = {}
     while waiting:
         block = waiting.pop()
         written, faults[block] = set(known[block]), set()

@@ -101,9 +101,9 @@ def prepare(call: _chunks.Call) -> Plan:
 def make_masks(plan: Plan) -> Masks:
     q, form = plan.call.q, plan.form
     wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    shape = form.LEVELS + 2, form.C, form.C
-    made = Masks(*(torch.empty(shape, dtype=t, device=q.device) for t in (torch.float16, q.dtype, wide)))
-    launch(write_masks, (shape[0],), made, C=form.C, LEVELS=form.LEVELS, SHIFT=form.SHIFT, num_warps=4)
+    kinds = (torch.float16, 2), (q.dtype, 2), (wide, 4)
+    made = Masks(*(torch.empty((form.LEVELS + n, form.C, form.C), dtype=t, device=q.device) for t, n in kinds))
+    launch(write_masks, (form.LEVELS + 4,), made, C=form.C, LEVELS=form.LEVELS, SHIFT=form.SHIFT, num_warps=4)
     return made
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from ridgeline.ops.recurrent._levels import (
     add_crossing,
+    add_whole,
     decay_since,
     decay_until,
     edge_decay,
@@ -63,10 +64,10 @@ class Own(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """(levels + 2, C, C), by `write_masks`."""
+    """(levels + 2, C, C) and for crossings (levels + 4, C, C), by `write_masks`."""
 
     gates: Any  # float16
-    joined: Any  # without the last two
+    joined: Any
     crossings: Any  # in bfloat16, or for float16 data in float32
 
 
@@ -209,6 +210,46 @@ def _products(do, v, n, h, start, rows, tokens, packing, form: tl.constexpr):
 
 
 @triton.jit
+def _gradients_by_level(of_q, of_k, both, masks, g, depth, inside, form: tl.constexpr):
+    """Some channels' own parts of dq, dk and dg, whatever the gates."""
+    C: tl.constexpr = form.C
+    BS: tl.constexpr = form.BS
+    high, low = split_gates(g)
+    wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
+    dq, dk, dg = tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32)
+    for level in range(form.LEVELS):
+        right = right_rows(level, C)
+        decay = masked_decay(masks, level, high, low, wide, C)
+        mixed = _rows_of_both(of_q, of_k, right, depth, inside, form)
+        weights = both * mask_at(masks.joined, level, C)
+        found = decay * tl.dot(weights, (mixed * decay).to(mixed.dtype))
+        dg = add_crossing(dg, masks, level, mixed * found, C)
+        dq += tl.where(right, 1.0, 0.0) * found
+        dk += tl.where(right, 0.0, 1.0) * found
+    return dq, dk, dg
+
+
+@triton.jit
+def _gradients_at_once(of_q, of_k, both, masks, g, depth, inside, form: tl.constexpr):
+    """The same for a whole chunk whose decay and its inverse are in range. A gate's pairs are those that end after it
+    without those that begin after it, or in the chunk's first half those that begin before it without those that end
+    before it. So few terms cancel, and none for the first token, nor with SHIFT for the last."""
+    C: tl.constexpr = form.C
+    high, low = split_gates(g)
+    wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
+    since = masked_decay(masks, form.LEVELS, high, low, wide, C)
+    total = tl.sum(g.to(tl.float32), 0) * 1.4426950408889634
+    grown = masked_decay(masks, form.LEVELS + 1, high, low, wide, C) * tl.exp2(-total)[None, :]
+    tq = tl.load(of_q + depth[None, :], mask=inside, other=0.0)
+    tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
+    dq = since * tl.dot(both * mask_at(masks.joined, form.LEVELS, C), (tk * grown).to(tk.dtype))
+    dk = grown * tl.dot(both * mask_at(masks.joined, form.LEVELS + 1, C), (tq * since).to(tq.dtype))
+    dg = add_whole(tl.zeros_like(dq), masks, form.LEVELS + 2, tq * dq, C)
+    dg = add_whole(dg, masks, form.LEVELS + 3, tk * dk, C)
+    return dq, dk, dg
+
+
+@triton.jit
 def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: tl.constexpr):
     """Adds to a chunk's dq and dk their own pairs' part, and makes the gate's gradient."""
     spot = tl.program_id(0)
@@ -233,18 +274,13 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
         depth = part * BS + tl.arange(0, BS)
         inside = (first + row < tokens)[:, None] & (depth < K)[None, :]
         g = tile_at(from_g, gate.token, first + row, depth, tokens, K)
-        high, low = split_gates(g)
         wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
-        dq, dk, dg = tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32)
-        for level in range(form.LEVELS):
-            right = right_rows(level, C)
-            decay = masked_decay(masks, level, high, low, wide, C)
-            mixed = _rows_of_both(of_q, of_k, right, depth, inside, form)
-            weights = both * mask_at(masks.joined, level, C)
-            found = decay * tl.dot(weights, (mixed * decay).to(mixed.dtype))
-            dg = add_crossing(dg, masks, level, mixed * found, C)
-            dq += tl.where(right, 1.0, 0.0) * found
-            dk += tl.where(right, 0.0, 1.0) * found
+        least = tl.min(tl.sum(g.to(tl.float32), 0), 0) * 1.4426950408889634
+        if (least >= -form.SPAN) & (first + C <= tokens):
+            dq, dk, dg = _gradients_at_once(of_q, of_k, both, masks, g, depth, inside, form)
+        else:
+            dq, dk, dg = _gradients_by_level(of_q, of_k, both, masks, g, depth, inside, form)
+        high, low = split_gates(g)
         tq = tl.load(of_q + depth[None, :], mask=inside, other=0.0)
         tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
         at = ours + depth[None, :]

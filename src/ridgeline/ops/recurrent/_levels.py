@@ -109,21 +109,28 @@ def crossings(level, C: tl.constexpr, SHIFT: tl.constexpr):
 @triton.jit
 def write_masks(masks, C: tl.constexpr, LEVELS: tl.constexpr, SHIFT: tl.constexpr):
     """Zeros and ones that products take from memory, which costs less than to compare rows again and again. Of a level
-    the gates between a row and its edge, and the pairs that it joins; and after all levels the gates since the chunk
-    began and those until it ends."""
+    the gates between a row and its edge, and the pairs that it joins. After all levels the gates since the chunk began
+    and those until it ends, with the pairs of later and of earlier rows; and the signs with which the later rows' pairs
+    and the earlier rows' count for a gate, in the chunk's two halves."""
     level = tl.program_id(0)
-    r, t = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    at = level * (C * C) + r * C + t
+    t, r = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # a gate, or a row of a pair; a row
+    at = t * C + r
     if level < LEVELS:
-        between = crossings(level, C, SHIFT)
-        tl.store(masks.joined + at, tl.where(joined(level, C), 1.0, 0.0))
+        between, pairs = crossings(level, C, SHIFT), joined(level, C)
     elif level == LEVELS:
-        between = r < t if SHIFT else r <= t
+        between, pairs = t < r if SHIFT else t <= r, t > r
     else:
-        between = r > t
-    ones = tl.where(between, 1.0, 0.0)
-    tl.store(masks.crossings + at, ones)
-    tl.store(masks.gates + level * (C * C) + t * C + r, ones)
+        between, pairs = t > r, t < r
+    chosen = tl.where(between, 1.0, 0.0)
+    if level < LEVELS + 2:
+        tl.store(masks.joined + level * (C * C) + at, tl.where(pairs, 1.0, 0.0))
+        tl.store(masks.gates + level * (C * C) + r * C + t, chosen)
+    elif level == LEVELS + 2:
+        before, after = t >= r if SHIFT else t > r, t < r if SHIFT else t <= r
+        chosen = tl.where(t < C // 2, tl.where(before, -1.0, 0.0), tl.where(after, 1.0, 0.0))
+    else:
+        chosen = tl.where(t < C // 2, tl.where(t > r, 1.0, 0.0), tl.where(t <= r, -1.0, 0.0))
+    tl.store(masks.crossings + level * (C * C) + at, chosen)
 
 
 @triton.jit
@@ -156,6 +163,18 @@ def add_crossing(found, masks, level, x, C: tl.constexpr):
     chosen = mask_at(masks.crossings, level, C)
     if chosen.dtype == tl.bfloat16:
         found = tl.dot(chosen, x.to(tl.bfloat16), found)
+    else:
+        found = tl.dot(chosen, x, found, input_precision="tf32")
+    return found
+
+
+@triton.jit
+def add_whole(found, masks, level, x, C: tl.constexpr):
+    """The same in float32's precision, or for float16 data in tf32's: what cancels is summed so."""
+    chosen = mask_at(masks.crossings, level, C)
+    if chosen.dtype == tl.bfloat16:
+        high = x.to(tl.bfloat16)
+        found = tl.dot(chosen, (x - high.to(tl.float32)).to(tl.bfloat16), tl.dot(chosen, high, found))
     else:
         found = tl.dot(chosen, x, found, input_precision="tf32")
     return found
