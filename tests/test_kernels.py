@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 
-from ridgeline import device, op
+from ridgeline import boundary, device, op
 from ridgeline.boundary import Launch
 from ridgeline.lab.analysis import inspect
 from ridgeline.op import Case, Implementation, RidgelineError, Spec
@@ -421,21 +421,36 @@ def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_newer_assembler_for_the_gates_gradients(dtype: str) -> None:
-    """ptxas 12.8 finds three quarters of a product's rows by registers that nothing has written: on an H200 dg was
-    wrong from its 17th row on, and reads left the block's memory. `own_gradients` says that it wants the other one."""
+@pytest.mark.parametrize("width", [6, 64])
+def test_the_newer_assembler_for_the_gates_gradients(dtype: str, width: int) -> None:
+    """ptxas 12.8 found three quarters of a product's rows by registers that nothing had written: on an H200 dg was
+    wrong from its 17th row on, and reads left the block's memory. `own_gradients` says that it wants the other one,
+    whatever becomes of the fault as the kernel changes."""
     o = op.registry()["gated_linear_attention"]
-    case = Case("6 channels", (*(Spec(1, 37, 2, 6),) * 4,), {}, (dtype,), "test")
+    case = Case("small", (*(Spec(1, 37, 2, width),) * 4,), {}, (dtype,), "test")
     (one,) = [
         launch
         for _, launch in inspect.launches(o, o.implementations["triton"], case, dtype, FULL)
         if launch.kernel.__name__ == "own_gradients"
     ]
-    old = {k: v for k, v in one.constants.items() if k != "assembler"}
-    assert old != one.constants
-    assert not inspect.of_launch(one, disassemble=True).unwritten
-    if triton.__version__ in ("3.6.0", "3.7.1"):
-        assert inspect.of_launch(replace(one, constants=old), disassemble=True).unwritten
+    assert one.constants["assembler"] == "newer"
+    code = inspect.of_launch(one, disassemble=True)
+    assert "HGMMA" in code.texts["sass"]
+    assert not code.unwritten
+
+
+def test_the_newer_assembler_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's option takes effect inside `compiled` alone, and a user's own choice stays."""
+    before = triton.knobs.nvidia.ptxas.path
+    with boundary._assembler({"num_warps": 4, "assembler": "newer"}) as constants:
+        assert constants == {"num_warps": 4, "ptx_options": "--opt-level=3"}
+        assert triton.knobs.nvidia.ptxas.path == triton.knobs.nvidia.ptxas_blackwell.path != before
+    assert triton.knobs.nvidia.ptxas.path == before
+    with boundary._assembler({"num_warps": 4}) as constants:
+        assert (constants, triton.knobs.nvidia.ptxas.path) == ({"num_warps": 4}, before)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", before)
+    with boundary._assembler({"assembler": "newer"}) as constants:
+        assert (constants, triton.knobs.nvidia.ptxas.path) == ({}, before)
 
 
 def test_every_kernel_is_compiled_for_a_newer_architecture() -> None:
