@@ -108,7 +108,8 @@ class _Errors:
 
     scale: the deviation of the projection on the oracle.
     wander: the scale deviation to expect if the rows' own deviations were independent. One rounding can move a whole
-        row, such as that of the sum by which it is divided."""
+        row, such as that of the sum by which it is divided. A vector's elements count as rows: each is a sum of its own.
+    """
 
     row: Tensor
     column: Tensor
@@ -145,7 +146,7 @@ class Standard:
         rows, columns = self.oracle.shape
         precise = torch.float64 if max(rows, columns) < 1 << 26 else torch.float32
         row, column = (self.oracle.new_zeros(n, dtype=precise) for n in (rows, columns))
-        along = self.oracle.new_zeros(rows, dtype=precise)
+        along = self.oracle.new_zeros(rows if rows > 1 else columns, dtype=precise)
         for block in _blocks(rows, columns):
             oracle = self.oracle[block]
             difference = oracle if x is None else x[block].double() - oracle
@@ -155,7 +156,8 @@ class Standard:
             square = difference.square()
             row[block[0]] += square.sum(1)
             column[block[1]] += square.sum(0)
-            along[block[0]] += (difference * oracle).sum(1)
+            products = difference * oracle
+            along[block[0] if rows > 1 else block[1]] += products.sum(1) if rows > 1 else products[0]
         errors = _Errors(row.sqrt_(), column.sqrt_())
         if x is not None and self.norm.whole:
             errors.scale = abs(along.sum().item()) / self.norm.whole**2

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, Spec, nbytes
 from ridgeline.ops.movement import _permute
 from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, SECTORS
 from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op("transpose_fwd(Tensor x, int[] dims, str? impl) -> Tensor")
@@ -41,7 +41,8 @@ class _Transpose(Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        inverse = tuple(sorted(range(dy.dim()), key=ctx.dims.__getitem__))
+        dims = ctx.dims
+        inverse = dims if len(dims) == 2 else tuple(sorted(range(len(dims)), key=dims.__getitem__))
         return _forward(dy if ctx.impl in (None, "triton") else dy.contiguous(), inverse, ctx.impl), None, None
 
 
@@ -57,13 +58,19 @@ def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str |
     Raises RidgelineError if x is not a dense tensor, if it has fewer than two dimensions and `dims` is None, if `dims`
     does not name each dimension once, or if `impl` cannot run the call.
     """
-    order = _permute.checked_order(x, dims)
-    plain = eager(TRANSPOSE, impl, x, dims=order)
+    plain, order = _look(x, dims, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, order)
     if torch.is_grad_enabled() and x.requires_grad:
         return differentiate(_Transpose, x, order, impl)
     return _forward(x, order, impl)
+
+
+@by_kind(1)
+def _look(x: Any, dims: Sequence[int] | None, impl: str | None) -> tuple[Implementation | None, tuple[int, ...]]:
+    """Checks a call and chooses. Returns too the dimensions in their new order, at least 0."""
+    order = _permute.checked_order(x, dims)
+    return eager(TRANSPOSE, impl, x, dims=order), order
 
 
 def cost(x: torch.Tensor, dims: Any = None) -> tuple[Cost, Cost]:

@@ -22,7 +22,7 @@ from ridgeline.ops.rowwise import _batch
 from ridgeline.ops.rowwise._channels import empty_in_format
 from ridgeline.ops.rowwise._norm_options import known_eps
 from ridgeline.ops.rowwise.group_norm import Last
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op(
@@ -54,10 +54,11 @@ def _backward(
 class _BatchNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: Any, b: Any, add: Any, running: Any, training: bool, momentum: float, eps: float,
-        relu: bool, impl: str | None,
+        ctx: Any, x: torch.Tensor, w: Any, b: Any, add: Any, running: Any, numbers: tuple[Any, ...]
     ) -> torch.Tensor:  # fmt: skip
-        y, mean, rstd = _forward(x, *running, w, b, add, training, momentum, eps, relu, impl)
+        """running, numbers: in one argument each, since torch inspects each argument."""
+        training, _, eps, relu, impl = numbers
+        y, mean, rstd = _forward(x, *running, w, b, add, *numbers)
         known = (mean, rstd) if training else running
         ctx.save_for_backward(x, y if relu else None, *known, w, b)
         ctx.facts = training, eps, impl
@@ -67,10 +68,10 @@ class _BatchNorm(Function):
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         training, eps, impl = ctx.facts
-        wanted = ctx.needs_input_grad[:4]
-        need = sum(bit for bit, w in zip((1, 2, 4, 8), wanted, strict=True) if w)
-        grads = _backward(dy, *ctx.saved_tensors, training, eps, need, impl)
-        return *[g if w else None for g, w in zip(grads, wanted, strict=True)], *[None] * 6
+        to_x, to_w, to_b, to_add, *_ = ctx.needs_input_grad
+        need = to_x + 2 * to_w + 4 * to_b + 8 * to_add
+        dx, dw, db, dadd = _backward(dy, *ctx.saved_tensors, training, eps, need, impl)
+        return dx if to_x else None, dw if to_w else None, db if to_b else None, dadd if to_add else None, None, None
 
 
 def _each(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -128,21 +129,35 @@ def batch_norm(
     Raises RidgelineError if shapes, dtypes or devices do not fit, if a channel has a single number in training, or if
     `impl` cannot run the call.
     """
+    statistics = running_mean, running_var
+    plain, numbers = _look(x, *statistics, weight, bias, add, training, momentum, eps, activation, impl)
+    if plain is not None and plain.call is not None:
+        options = {"training": training, "momentum": momentum, "eps": numbers[2], "add": add, "activation": activation}
+        return plain.call(x, *statistics, weight, bias, **options)
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (add is not None and add.requires_grad)
+    ):
+        y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, statistics, numbers)
+    else:
+        y = _forward(x, *statistics, weight, bias, add, *numbers)[0]
+    if training and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([t for t in statistics if t is not None])
+    return y
+
+
+@by_kind(6, optional=5)
+def _look(
+    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, add: Any, training: bool, momentum: float,
+    eps: float, activation: str | None, impl: str | None,
+) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+    """Checks a call and chooses. Returns too the options as the launchers take them."""
     per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     eps = _check(x, per_channel, training, momentum, eps, add, activation)
     plain = eager(BATCH_NORM, impl, x, **per_channel, add=add)
-    if plain is not None and plain.call is not None:
-        options = {"training": training, "momentum": momentum, "eps": eps, "add": add, "activation": activation}
-        return plain.call(x, *per_channel.values(), **options)
-    numbers = training, float(momentum), eps, activation == "relu", impl
-    inputs = [t for t in (x, weight, bias, add) if t is not None]
-    if torch.is_grad_enabled() and any([t.requires_grad for t in inputs]):
-        y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, (running_mean, running_var), *numbers)
-    else:
-        y = _forward(x, running_mean, running_var, weight, bias, add, *numbers)[0]
-    if training and not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([t for t in (running_mean, running_var) if t is not None])
-    return y
+    return plain, (training, float(momentum), eps, activation == "relu", impl)
 
 
 def _check(
