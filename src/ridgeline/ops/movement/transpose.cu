@@ -158,6 +158,98 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
+// --- rows that begin anywhere: whole granules of 16 bytes on both sides all the same
+
+__device__ inline void copy_16(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)),
+                 "l"(__cvta_generic_to_global(from))
+                 : "memory");
+}
+__device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// A granule: the elements `offset` bytes after each pointer.
+__device__ inline void gather(Pack<16>& in, const char* const (&from)[16 / SIZE], int offset) {
+    const auto at = [&](int m) { return *reinterpret_cast<const UNIT*>(from[m] + offset); };
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        if constexpr (SIZE == 1)
+            in.at[j] = __byte_perm(at(4 * j) | at(4 * j + 1) << 8, at(4 * j + 2) | at(4 * j + 3) << 8, 0x5410);
+        else if constexpr (SIZE == 2)
+            in.at[j] = __byte_perm(at(2 * j), at(2 * j + 1), 0x5410);
+        else if constexpr (SIZE == 4)
+            in.at[j] = at(j);
+        else
+            in.at[j] = (unsigned)(at(j / 2) >> (j % 2 * 32));
+}
+
+// A granule rotated: byte 0 of out is byte `first` of in.
+__device__ inline void turned(const Pack<16>& in, Pack<16>& out, int first) {
+    unsigned a[4], b[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) a[j] = first & 8 ? in.at[j ^ 2] : in.at[j];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) b[j] = first & 4 ? a[(j + 1) % 4] : a[j];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) out.at[j] = __funnelshift_r(b[j], b[(j + 1) % 4], first % 4 * 8);
+}
+
+__device__ inline UNIT one(const Pack<16>& granule, int k) {
+    if constexpr (SIZE == 8)
+        return granule.at[2 * k] | (unsigned long long)granule.at[2 * k + 1] << 32;
+    else
+        return granule.at[k * SIZE / 4] >> (k * SIZE % 4 * 8);
+}
+
+// For rows that 16 bytes do not divide. The tile holds the granules of x's rows as they lie in memory, so element c of
+// row i is `off` elements further, which depends on i modulo P alone. Column c takes the rows from `shift` rows before
+// the tile's on, so that its part of y is whole granules too; hence P - 1 rows more. Rows of one remainder modulo P are
+// PITCH bytes apart from the next remainder's and STEP bytes from each other. A warp reads eight of these in four
+// columns, 32 different banks. A granule of y has one row of each remainder, in an order that starts at `b`.
+constexpr int PITCH = 272, STEP = 16 / SIZE * PITCH + 16;
+
+extern "C" __global__ void __launch_bounds__(256)
+    transpose_shifted(UNIT* __restrict__ y, const UNIT* __restrict__ x, int rows, int columns) {
+    extern __shared__ uint4 memory[];
+    char* tile = reinterpret_cast<char*>(memory);
+    const Place<SIDE, SIDE> at(blockIdx.x, rows + P - 1, columns);
+    const long long first = (long long)at.batch * rows * columns;
+    const int before = at.row - (P - 1);  // the tile's first row
+    const auto begin = reinterpret_cast<unsigned long long>(x + first + (long long)before * columns + at.column);
+    const auto off = [&](int i) { return (unsigned)(begin / SIZE + i * (unsigned)columns) % P; };
+    const auto fetch = [&](int i, int u) {
+        const unsigned long long row = begin + (long long)i * columns * SIZE, granule = (row & ~15ull) + 16 * u;
+        if (before + i >= 0 && before + i < rows && granule < row + (long long)(columns - at.column) * SIZE)
+            copy_16(tile + i / P * STEP + i % P * PITCH + 16 * u, reinterpret_cast<const void*>(granule));
+    };
+    for (int i = threadIdx.x / 16; i < SIDE + P - 1; i += 16) fetch(i, threadIdx.x % 16);
+    for (int i = threadIdx.x; i < SIDE + P - 1; i += 256)
+        if (off(i)) fetch(i, 16);
+    copies_done();
+    __syncthreads();
+    const int slot = threadIdx.x % 8, line = threadIdx.x / 8;
+    UNIT* to = y + first + (long long)(at.column + line) * rows + at.row;
+    const int shift = reinterpret_cast<unsigned long long>(to) / SIZE % P, b = P - 1 - shift;
+    const char* from[P];
+#pragma unroll
+    for (int m = 0; m < P; ++m) from[m] = tile + (slot + (m < b)) * STEP + m * PITCH + (off(m) + line) * SIZE;
+    to += slot * P - shift;
+#pragma unroll
+    for (int c = 0; c < SIDE; c += 32, to += 32ll * rows)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            Pack<16> in, out;
+            gather(in, from, c * SIZE + h * 8 * STEP);
+            turned(in, out, b * SIZE);
+            const int row = at.row - shift + (slot + 8 * h) * P;
+            if (at.column + line + c >= columns) continue;
+            if (row >= 0 && row + P <= rows)
+                *reinterpret_cast<uint4*>(to + 8 * h * P) = make_uint4(out.at[0], out.at[1], out.at[2], out.at[3]);
+            else
+                for (int k = 0; k < P; ++k)
+                    if (row + k >= 0 && row + k < rows) to[8 * h * P + k] = one(out, k);
+        }
+}
+
 // --- TMA: boxes 128 bytes wide are copied asynchronously
 
 #if __CUDA_ARCH__ >= 900 && defined(STAGES)
