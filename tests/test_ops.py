@@ -513,6 +513,14 @@ def hosted(op: Op, device: str) -> tuple[list, dict]:
     raise AssertionError(f"{op.name}: PyTorch takes none of its cases")
 
 
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "ssd", "topk_gate", "conv2d"])
+def test_host_time_takes_what_torch_takes(name: str) -> None:
+    """The rung of PyTorch's own can be called as the test of host time calls it, on a call of few elements."""
+    given, kwargs = hosted(OPS[name], "cpu")
+    assert max(t.numel() for t in leaves(given)) < 1 << 14
+    OPS[name].implementations["torch"].call(*given, **kwargs)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", [op for op in PURE.values() if "torch" in op.implementations], ids=named)
 def test_host_time(op: Op) -> None:

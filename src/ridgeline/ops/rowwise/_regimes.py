@@ -96,7 +96,7 @@ def _narrow(x: torch.Tensor, *rest: Any) -> str | None:
     return f"it takes rows of at most {WARP_COLUMNS} columns, but these have {columns}"
 
 
-def _in_pieces(x: torch.Tensor, *rest: Any) -> str | None:
+def _in_pieces(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
     """Why tiles serve a row, or None: lanes would load less than 16 bytes at a time."""
     size = columns_of(x, *rest) * x.element_size()
     return None if size % 16 == 0 else f"rows of {size} bytes are loaded in pieces of less than 16 bytes"
