@@ -503,7 +503,7 @@ def hosted(op: Op, device: str) -> tuple[list, dict]:
     """Returns the arguments of the first call that PyTorch's own op takes: a small one of an op with gradients, else
     a benchmark's, since PyTorch's 8-bit products refuse odd sizes."""
     use = "check" if op.name in WITH_GRADIENTS else "bench"
-    for case, dtype in [(case, dtype) for case in op.cases if case.use == use for dtype in case.dtypes]:
+    for case, dtype in [(c, d) for c in op.cases if c.use == use for d in c.dtypes]:
         given, kwargs = case.make(dtype, device)
         try:
             op.implementations["torch"](*given, **kwargs)

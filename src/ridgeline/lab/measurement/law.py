@@ -108,7 +108,7 @@ class _Errors:
 
     scale: the deviation of the projection on the oracle.
     wander: the scale deviation to expect if the rows' own deviations were independent. One rounding can move a whole
-        row, such as that of the sum by which it is divided. A vector's elements count as rows: each is a sum of its own.
+        row, such as that of the sum by which it is divided. A vector's elements count as rows.
     """
 
     row: Tensor

@@ -1,7 +1,7 @@
 """softmax in CUDA C++ in three regimes of row length, and as in FasterTransformer: one block per (batch, head).
 
-The first regime is log_softmax's too. The kernels are in softmax_regimes.cu. Source: the softmax of OneFlow and of FasterTransformer, whose ideas are
-reimplemented here.
+The first regime is log_softmax's too. The kernels are in softmax_regimes.cu.
+Source: the softmax of OneFlow and of FasterTransformer, whose ideas are reimplemented here.
 """
 
 from __future__ import annotations
