@@ -108,8 +108,7 @@ class _Errors:
 
     scale: the deviation of the projection on the oracle.
     wander: the scale deviation to expect if the rows' own deviations were independent. One rounding can move a whole
-        row, such as that of the sum by which it is divided. A vector's elements count as rows.
-    """
+        row, such as that of the sum by which it is divided."""
 
     row: Tensor
     column: Tensor
@@ -146,7 +145,7 @@ class Standard:
         rows, columns = self.oracle.shape
         precise = torch.float64 if max(rows, columns) < 1 << 26 else torch.float32
         row, column = (self.oracle.new_zeros(n, dtype=precise) for n in (rows, columns))
-        along = self.oracle.new_zeros(rows if rows > 1 else columns, dtype=precise)
+        along = self.oracle.new_zeros(rows, dtype=precise)
         for block in _blocks(rows, columns):
             oracle = self.oracle[block]
             difference = oracle if x is None else x[block].double() - oracle
@@ -156,8 +155,7 @@ class Standard:
             square = difference.square()
             row[block[0]] += square.sum(1)
             column[block[1]] += square.sum(0)
-            products = difference * oracle
-            along[block[0] if rows > 1 else block[1]] += products.sum(1) if rows > 1 else products[0]
+            along[block[0]] += (difference * oracle).sum(1)
         errors = _Errors(row.sqrt_(), column.sqrt_())
         if x is not None and self.norm.whole:
             errors.scale = abs(along.sum().item()) / self.norm.whole**2
@@ -363,9 +361,11 @@ class Law:
         return value.detach()[self.rows].requires_grad_(value.requires_grad)
 
     def _nearby(self, small: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the outputs and gradients of torch and of the oracle, for inputs an ulp from the given ones."""
-        near = [self._near(a) for a in small]
-        theirs, exact = self._torch(near, [self._narrow(g) for g in self.incoming]), self._oracle(near)
+        """Returns the outputs and gradients of torch and of the oracle, for inputs an ulp from the given ones.
+
+        Incoming gradients move too: the gradient of a bias depends on nothing else."""
+        near, incoming = ([self._near(a) for a in some] for some in (small, map(self._narrow, self.incoming)))
+        theirs, exact = self._torch(near, incoming), self._oracle(near, incoming)
         return theirs[0] + theirs[1], exact[0] + exact[1]
 
     def _near(self, value: Any) -> Any:
@@ -394,13 +394,16 @@ class Law:
 
         return self._gradients(inside, small, self.kwargs, incoming, mutates=False)
 
-    def _oracle(self, small: list[Any], move: bool = False) -> Result:
-        """Returns the reference's result in float64. move: move all inputs and incoming gradients by half an ulp."""
+    def _oracle(self, small: list[Any], incoming: list[Any] | None = None, *, move: bool = False) -> Result:
+        """Returns the reference's result in float64. incoming: gradients, by default the law's own.
+
+        move: move all inputs and incoming gradients by half an ulp."""
         args = [_cast(a, torch.float64) for a in small]
         kwargs = {k: _cast(v, torch.float64) for k, v in self.kwargs.items()}
-        incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
+        given_back = [self._narrow(g) for g in self.incoming] if incoming is None else incoming
+        incoming = [_cast(g, torch.float64) for g in given_back]
         if move:
-            for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
+            for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *given_back]), strict=True):
                 # 8-bit codes are exact.
                 if (given.is_floating_point() or given.is_complex()) and given.element_size() > 1:
                     _move(real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ridgeline import device
 from ridgeline.boundary import early, launch
@@ -62,10 +61,8 @@ def across(tile, FEW: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr):
+def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr):
     """Adds `count` rows of parts, DEEP at a time, always in the same order."""
-    if PDL:
-        gdc_wait()
     at = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)[None, :]
     sums = tl.zeros((DEEP, WIDE), parts.dtype.element_ty)
     for start in range(0, count, DEEP):
@@ -75,11 +72,10 @@ def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr, PDL: tl.
 
 
 def add_up(y: torch.Tensor, parts: torch.Tensor) -> None:
-    """Writes the sum of the rows of parts, which the kernel before it leaves, to y, which is contiguous."""
+    """Writes the sum of the rows of parts to y, which is contiguous."""
     count, size = parts.shape
     wide = min(64, triton.next_power_of_2(size))
-    facts = {"DEEP": 1024 // wide, "WIDE": wide, "num_warps": 4, **early(device.of(y))}
-    launch(_add, (ceil(size, wide),), y, parts, count, size, **facts)
+    launch(_add, (ceil(size, wide),), y, parts, count, size, DEEP=1024 // wide, WIDE=wide, num_warps=4)
 
 
 def parts_like(x: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -136,15 +132,12 @@ def _fwd(
     ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     RUN: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Sums tiles of BR elements for each of BA sums; the contiguous dimension comes last.
 
     FEW elements, loaded by one thread, are added first; then RUN tiles are added before they join the total.
     outer: sizes of the other kept dimensions, their strides in x and in y. far: the same of summed ones, without y.
     """
-    if PDL:
-        gdc_launch_dependents()
     A, R = line.A, line.R
     tiles = tl.cdiv(A, BA)
     which = (tl.program_id(0) // tiles).to(tl.int64)
@@ -200,9 +193,6 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
-    facts["PDL"] = splits > 1 and early(gpu)["PDL"]
-    if not rows and warps == 8 and x.element_size() == 2 and gpu.capability == 90:
-        facts["maxnreg"] = 64  # four blocks a multiprocessor: two whole waves; three would run 2.7
     line = Line(A, R, steps, y.numel(), x_a, x_r, y_a)
     launch(_fwd, (programs, splits), y, parts, x, line, (*sizes, *x_outer, *y_outer), (*depths, *x_far), **facts)
     if splits > 1:
@@ -253,10 +243,8 @@ PRODUCTS = Path(__file__).with_name("dot.cu")
 
 
 @triton.jit
-def _dot(parts, a, b, n, steps, a_step, b_step, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _dot(parts, a, b, n, steps, a_step, b_step, BLOCK: tl.constexpr):
     """One program's part of the product: `steps` adjacent blocks."""
-    if PDL:
-        gdc_launch_dependents()
     sums = tl.zeros((1, BLOCK), tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK + tl.arange(0, BLOCK)[None, :]
     for _ in range(steps):
@@ -270,8 +258,7 @@ def by_programs(y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     block = 4096
     steps = max(1, a.numel() // (block * 64 * device.of(a).multiprocessors))
     parts = parts_like(a, ceil(a.numel(), block * steps), 1)
-    facts = {"BLOCK": block, "num_warps": 8, "PDL": early(device.of(a))["PDL"]}
-    launch(_dot, (len(parts),), parts, a, b, a.numel(), steps, a.stride(0), b.stride(0), **facts)
+    launch(_dot, (len(parts),), parts, a, b, a.numel(), steps, a.stride(0), b.stride(0), BLOCK=block, num_warps=8)
     add_up(y, parts)
 
 
