@@ -141,7 +141,7 @@ def _able(op: Op, dtype: torch.dtype, index: int | None, pretended: devices.Devi
     return _able_here(op, dtype, index)
 
 
-def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:
+def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor | None, ...], *inputs: Any) -> Any:
     """Inside a registered op, fills the outputs by the implementation that serves the call; does nothing while tracing.
 
     Returns what the launcher returns."""
