@@ -479,6 +479,16 @@ def test_masks_of_wide_heads_fit(arch: str, D: int) -> None:
         assert r.shared <= device.known(arch).shared_memory, f"{r.kernel} takes {r.shared:,} bytes"
 
 
+def test_the_kernel_of_odd_rows_compiles_for_every_size_of_element() -> None:
+    transpose = op.registry()["transpose"]
+    for dtype, size in (("uint8", 1), ("bfloat16", 2), ("float32", 4), ("int64", 8)):
+        case = Case("odd", (Spec(3, 131, 137, grad=False),), dtypes=(dtype,))
+        (kernel,) = inspect.resources(transpose, transpose.implementations["cuda_packed"], case, dtype, "sm_90")
+        assert (kernel.kernel, kernel.stack, kernel.spill_stores) == ("transpose_shifted", 0, 0), size
+        assert kernel.registers <= 40
+        assert 3 * (kernel.shared + 1024) <= 228 << 10  # blocks of a multiprocessor
+
+
 def test_no_allowance_for_the_triton_that_is_locked() -> None:
     lock = Path(__file__).parents[1] / "requirements.lock"
     assert f"triton=={OWN}\n" in lock.read_text()
