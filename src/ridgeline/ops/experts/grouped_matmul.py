@@ -15,7 +15,7 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Columns, Cost, Op, Spec, nbytes
-from ridgeline.ops.experts import _checks, _plain, _products, _weight_grads
+from ridgeline.ops.experts import _checks, _plain, _products, _products_tma, _weight_grads, _weight_grads_tma
 from ridgeline.ops.experts._arguments import Into, cast, precision
 from ridgeline.select import eager, run
 
@@ -62,6 +62,29 @@ def _triton_grads(dw: _T, db: _T, dy: _T, x: _T, offsets: _T, how: str, add: boo
         _weight_grads.bias_grad(db, incoming, x.shape[0], offsets)
 
 
+def _tma(y: _T, x: _T, w: _T, offsets: _T, bias: _Maybe, how: str) -> None:
+    _products_tma.product(y, _products.rows_of(x), w, offsets, bias, how)
+
+
+def _tma_grads(dw: _T, db: _T, dy: _T, x: _T, offsets: _T, how: str, add: bool) -> None:
+    incoming = _products.rows_of(dy)
+    if dw.numel():
+        _weight_grads_tma.weight_grad(dw, _products.rows_of(x), incoming, x.shape[0], offsets, how, add)
+    if db.numel():
+        _weight_grads.bias_grad(db, incoming, x.shape[0], offsets)
+
+
+def _no_tma(first: _T, second: _T, *_: Any, **__: Any) -> str | None:
+    """first, second: x and w, or dy and x."""
+    if not _products_tma.whole(first):
+        return f"it copies rows of x as they lie, and its strides are {tuple(first.stride())}"
+    return _products_tma.refusal(first, second)
+
+
+def _few_rows(first: _T, second: _T, offsets: _T, *_: Any, **__: Any) -> str | None:
+    return _products_tma.unless(first.shape[0], offsets.numel())
+
+
 class _Function(Function):
     @staticmethod
     def forward(ctx: Any, x: _T, w: _T, bias: _Maybe, offsets: _T, main_grad: _Maybe, impl: str | None) -> _T:
@@ -74,6 +97,7 @@ class _Function(Function):
     def backward(ctx: Any, dy: _T) -> Any:
         x, w, offsets, main_grad = ctx.saved_tensors
         (wants_x, wants_w, wants_b), how, impl = ctx.needs_input_grad[:3], precision(), ctx.impl
+        dy = dy.contiguous()
         dx = _fwd_op(dy, w.mT, offsets, None, how, impl) if wants_x else None
         dw = db = None
         if wants_w and main_grad is not None:
@@ -197,4 +221,14 @@ GROUPED_MATMUL.kernel(
     fwd=_triton,
     bwd=_triton_grads,
     served=True,
+)
+GROUPED_MATMUL.kernel(
+    "triton_tma",
+    "Hopper: copies by TMA that end at a group's end; one loop over tiles and steps",
+    kind="triton",
+    fwd=_tma,
+    bwd=_tma_grads,
+    supports=_no_tma,
+    unless=_few_rows,
+    **_products_tma.HOPPER,
 )

@@ -23,6 +23,7 @@ from ridgeline.op import Cost, Op, RidgelineError, get, nbytes
 from ridgeline.ops.experts import _checks, _experts, _plain
 from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.ops.experts._cases import CASES
+from ridgeline.ops.experts._products_tma import HOPPER
 from ridgeline.select import eager, run
 from ridgeline.tiles.few_bits import words
 
@@ -241,4 +242,14 @@ MOE.kernel(
     fwd=_experts.fwd,
     bwd=_experts.bwd,
     served=True,
+)
+MOE.kernel(
+    "triton_tma",
+    "Hopper: copies by TMA that end at a group's end, one loop over tiles and steps; backward sorts tokens",
+    kind="triton",
+    fwd=partial(_experts.fwd, tma=True),
+    bwd=partial(_experts.bwd, tma=True),
+    supports=_experts.refusal,
+    unless=_experts.unless,
+    **HOPPER,
 )
