@@ -43,7 +43,7 @@ class FewBitExperts(nn.Module):
     """A model's experts in few bits, by `ridgeline.moe` with scales, for inference. Its routers stay the model's.
 
     Buffers: gate_up_proj and down_proj hold codes (E, 2 I, H) and (E, H, I) of `kind`, gate_up_scale and down_scale
-    scales, gate_up_zero and down_zero int4's zeros or None, as in `nn.QuantizedMoE`; gate_up_bias and down_bias or None.
+    scales, gate_up_zero and down_zero int4's zeros or None, as in `nn.QuantizedMoE`; gate_up_bias and down_bias too.
     unit: the activation and limit that `moe` takes."""
 
     def __init__(self, kind: str, unit: dict[str, Any], **tensors: torch.Tensor | None):
@@ -56,7 +56,7 @@ class FewBitExperts(nn.Module):
     def of(
         cls, module: nn.Module, kind: str, *, names: dict[str, str], unit: dict[str, Any], transposed: bool
     ) -> FewBitExperts:  # fmt: skip
-        """Quantises a module's experts; `experts` says what the other arguments are, and `refusal` what is not taken."""
+        """Quantises a module's experts. `experts` says what the other arguments are; `refusal`, what is left."""
         given: Any = {role: getattr(module, name) for role, name in names.items()}
         made: dict[str, torch.Tensor | None] = {}
         for role in ("gate_up", "down"):
@@ -82,7 +82,8 @@ class FewBitExperts(nn.Module):
 
     def extra_repr(self) -> str:
         E, width, _ = self.get_buffer("gate_up_proj").shape
-        return f"experts={E}, hidden={self.get_buffer('down_proj').shape[1]}, intermediate={width // 2}, kind={self.kind!r}"
+        hidden = self.get_buffer("down_proj").shape[1]
+        return f"experts={E}, hidden={hidden}, intermediate={width // 2}, kind={self.kind!r}"
 
 
 def refusal(module: nn.Module, kind: str, *, names: dict[str, str], transposed: bool, **_: Any) -> str | None:

@@ -441,7 +441,7 @@ def _to_quantize(model: nn.Module, kind: str) -> list[str]:
 
 
 def _experts_to_quantize(model: nn.Module, kind: str) -> dict[str, dict[str, Any]]:
-    """Returns the experts inside the repeated layers that quantize replaces, and how `experts.experts` computes each."""
+    """Returns the experts in the repeated layers that quantize replaces, and how `experts.experts` computes them."""
     found: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
         held = isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)

@@ -146,7 +146,9 @@ def gather(out: torch.Tensor, x: torch.Tensor, order: torch.Tensor, k: int) -> t
     """Fills out (T k, H) with the tokens x (T, H) of the pairs in their places, and returns it; all contiguous."""
     n, H = out.shape
     block = min(2048, triton.next_power_of_2(H))
-    launch(_gather, (n, triton.cdiv(H, block)), out, x, order, k, H, BLOCK=block, num_warps=max(1, min(4, block // 256)))
+    launch(
+        _gather, (n, triton.cdiv(H, block)), out, x, order, k, H, BLOCK=block, num_warps=max(1, min(4, block // 256))
+    )
     return out
 
 

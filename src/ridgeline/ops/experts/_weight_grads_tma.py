@@ -20,6 +20,7 @@ from ridgeline.ops.experts import _weight_grads
 from ridgeline.ops.experts._products import Rows, Sizes, bounds, power
 from ridgeline.ops.experts._products_tma import rows_from, whole
 
+
 @triton.jit
 def _steps(begin, end, BR: tl.constexpr):
     """A tile has one step at least: without rows, of zeros."""
