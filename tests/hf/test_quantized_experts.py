@@ -73,7 +73,7 @@ def test_state_dict_holds_codes() -> None:
 
 def test_mxfp4_leaves_linear_layers() -> None:
     model = build("Qwen3Moe")
-    report = hf.patch(model, quantize="mxfp4")
+    hf.patch(model, quantize="mxfp4")
     assert all(type(m) is torch.nn.Linear for n, m in model.named_modules() if n.endswith("_proj"))
     assert "in full: mxfp4 is for experts" in str(hf.explain(build("Qwen3Moe"), quantize="mxfp4"))
 

@@ -71,7 +71,9 @@ def _fwd(
         if k >= K:
             if bias is not None:
                 n = column + tl.arange(0, BN)
-                acc += tl.load(bias + g.to(tl.int64) * N + n, mask=(n < N) & (g < G), other=0.0).to(tl.float32)[None, :]
+                acc += tl.load(bias + tl.cast(g, tl.int64) * N + n, mask=(n < N) & (g < G), other=0.0).to(tl.float32)[
+                    None, :
+                ]
             # In halves, which leave room for another stage.
             one, other = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
             dtype = y.dtype.element_ty
