@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from ridgeline.ops.experts import _few_bits, _gated, _products, _products_tma, _route, _weight_grads, _weight_grads_tma
+from ridgeline.ops.experts import _few_bits, _gated, _grouped, _products, _route
 
+HOPPER = _grouped.HOPPER
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 
@@ -35,8 +36,7 @@ def fwd(
         gate_up = _few_bits.in_full(room, codes[0]) if codes else gate_up
         _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, *unit, how)
         down = _few_bits.in_full(room, codes[1]) if codes else down
-        product = _products_tma.product if tma else _products.product
-        product(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
+        _grouped.product(tma)(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
     _route.combine(y, rows, weights, pairs, k)
 
 
@@ -48,8 +48,7 @@ def bwd(
     n, k, (_, H, I) = indices.numel(), indices.shape[1], down.shape
     pairs = _route.Pairs(indices, order, place, ends)
     incoming, tokens = _products.rows_of(dy, order, k), _products.rows_of(x, order, k)
-    product = _products_tma.product if tma else _products.product
-    weight_grad = _weight_grads_tma.weight_grad if tma else _weight_grads.weight_grad
+    product, weight_grad = _grouped.product(tma), _grouped.weight_grad(tma)
     dh, h, dz = (x.new_empty((n, size)) for size in (I, I, 2 * I))
     sums = torch.empty((n,), dtype=torch.float32, device=x.device)
     rows = x.new_empty((n, H) if tma or dx.numel() else 0)  # with tma of dy, then of x, then of dx
@@ -70,9 +69,9 @@ def bwd(
         product(rows, _products.rows_of(dz), gate_up, ends, None, how)
         _route.combine(dx, rows, None, pairs, k)
     if dgate_up_bias.numel():
-        _weight_grads.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
+        _grouped.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
     if ddown_bias.numel():
-        _weight_grads.bias_grad(ddown_bias, incoming, n, ends, weights)
+        _grouped.bias_grad(ddown_bias, incoming, n, ends, weights)
 
 
 def _given(*given: Any) -> tuple[_T, _T, _T]:
@@ -88,10 +87,10 @@ def refusal(*given: Any, **_: Any) -> str | None:
         return "its experts are in full, and these are codes"
     if not indices.numel():
         return "there are no tokens"
-    return _products_tma.refusal(gate_up, down)
+    return _grouped.refusal(gate_up, down)
 
 
 def unless(*given: Any, **_: Any) -> str | None:
     """Returns why automatic choice leaves a call to `triton`, or None."""
     indices, gate_up, _down = _given(*given)
-    return _products_tma.unless(indices.numel(), gate_up.shape[0])
+    return _grouped.unless(indices.numel(), gate_up.shape[0])

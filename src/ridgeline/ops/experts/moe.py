@@ -23,7 +23,6 @@ from ridgeline.op import Cost, Op, RidgelineError, get, nbytes
 from ridgeline.ops.experts import _checks, _experts, _plain
 from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.ops.experts._cases import CASES
-from ridgeline.ops.experts._products_tma import HOPPER
 from ridgeline.select import eager, run
 from ridgeline.tiles.few_bits import words
 
@@ -251,5 +250,5 @@ MOE.kernel(
     bwd=partial(_experts.bwd, tma=True),
     supports=_experts.refusal,
     unless=_experts.unless,
-    **HOPPER,
+    **_experts.HOPPER,
 )
