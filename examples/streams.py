@@ -128,7 +128,7 @@ def priorities() -> Found:
 
     def latency(side: torch.cuda.Stream | None) -> list[float]:
         seconds = []
-        for _ in range(ROUNDS + 1):
+        for n in range(ROUNDS + 1):
             start, end, begun = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             torch.cuda.synchronize()
             begun.record()
@@ -138,7 +138,9 @@ def priorities() -> Found:
                     busy.mul_(1.0)
             with torch.cuda.stream(side or torch.cuda.current_stream()):
                 if side is not None:
-                    torch.cuda._sleep(2_000_000)  # one block, while the others take the rest of the GPU
+                    # One block, while the others take the rest of the GPU. Of a different length each time: a large
+                    # kernel takes 1 ms, and a wait of 1 ms would end just where the next one begins.
+                    torch.cuda._sleep(300_000 + 97_000 * n)
                 start.record()
                 short.mul_(1.0)
                 end.record()

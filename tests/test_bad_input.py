@@ -848,6 +848,31 @@ BAD: Bad = {
         lambda: ridgeline.quantize_fp8(w, block="row", transpose=True),
         ["transpose", "matrix", "(6,)"],
     ),
+    "quantize_fp8: a largest size for rows": (
+        lambda: ridgeline.quantize_fp8(x, block="row", largest=torch.ones(())),
+        ['block="tensor"', "'row'"],
+    ),
+    "quantize_fp8: a largest size each": (
+        lambda: ridgeline.quantize_fp8(x, block="tensor", largest=w),
+        ["largest", "float32 ()", "(6,)"],
+    ),
+    "quantize_fp8: a number": (lambda: ridgeline.quantize_fp8(x, block="tensor", largest=2.0), ["largest", "float"]),
+    "fp8_linear: codes of rows": (
+        lambda: ridgeline.fp8_linear(x, square, recipe="row", quantized=(square.to(E4M3), w)),
+        ["'tensor'", "'block'", "rows of the transpose"],
+    ),
+    "fp8_linear: codes without scales": (
+        lambda: ridgeline.fp8_linear(x, square, quantized=(square.to(E4M3),)),
+        ["quantized", "(codes, scales)"],
+    ),
+    "fp8_linear: codes turned": (
+        lambda: ridgeline.fp8_linear(x, square, quantized=(square.to(E4M3).mT, torch.ones(()))),
+        ["codes", "contiguous", "(1, 6)"],
+    ),
+    "fp8_linear: a scale a row": (
+        lambda: ridgeline.fp8_linear(x, square, quantized=(square.to(E4M3), torch.ones(6, 1))),
+        ["scales", "'tensor'", "float32 ()", "(6, 1)"],
+    ),
     "fp8_linear: inner sizes": (lambda: ridgeline.fp8_linear(x, torch.ones(3, 5)), ["(4, 6)", "(3, 5)"]),
     "fp8_linear: another recipe": (lambda: ridgeline.fp8_linear(x, square, recipe="mx"), ["'mx'", "'row'", "'block'"]),
     "fp8_linear: a long bias": (lambda: ridgeline.fp8_linear(x, square, torch.ones(7)), ["bias", "(6,)", "(7,)"]),

@@ -133,6 +133,47 @@ def test_fp8_linear_adds_to_a_buffer(recipe: str, device: str) -> None:
     assert (total - 1 - 2 * wanted).norm() <= 1e-6 * wanted.norm() + 1e-4
 
 
+def given_codes(weight: torch.Tensor, recipe: str, how: str | None = None) -> tuple[torch.Tensor, ...]:
+    return ridgeline.quantize_fp8(weight.detach(), block=RECIPES[recipe][1], impl=how)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[1], SIZES[3]], ids=str)
+def test_given_codes_are_those_of_the_weight(recipe: str, sizes: tuple[int, int, int], device: str) -> None:
+    """All bits are equal, and the weight's own values are not read."""
+    x, weight, bias, dy = given = problem(*sizes, device=device)
+    codes = given_codes(weight, recipe)
+    blank = torch.full_like(weight, torch.nan).requires_grad_()
+    found = step(x, blank, bias, dy, recipe=recipe, quantized=codes, impl=IMPL)
+    assert all(torch.equal(a, b) for a, b in zip(found, step(*given, recipe=recipe, impl=IMPL), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensor", "block"])
+@pytest.mark.parametrize("sizes", [*SIZES, (1024, 512, 768)], ids=str)
+@pytest.mark.parametrize("impl", [None, "triton"])
+def test_given_codes_in_bfloat16(recipe: str, sizes: tuple[int, int, int], impl: str | None) -> None:
+    x, weight, bias, dy = given = problem(*sizes, torch.bfloat16, "cuda")
+    codes = given_codes(weight, recipe)
+    found = step(x, torch.zeros_like(weight).requires_grad_(), bias, dy, recipe=recipe, quantized=codes, impl=impl)
+    assert all(torch.equal(a, b) for a, b in zip(found, step(*given, recipe=recipe, impl=impl), strict=True))
+
+
+@pytest.mark.kernels
+def test_compiled_with_given_codes(device: str) -> None:
+    x, weight, bias, dy = problem(33, 24, 40, device=device)
+    codes = given_codes(weight, "tensor")
+    torch._dynamo.reset()
+    compiled = torch.compile(ridgeline.fp8_linear, backend="aot_eager", fullgraph=True)
+    found, wanted = [], []
+    for function, some in ((compiled, found), (ridgeline.fp8_linear, wanted)):
+        y = function(x, weight, bias, quantized=codes, impl=IMPL)
+        some += [y.detach(), *torch.autograd.grad(y, (x, weight, bias), dy)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_two_uses_of_a_weight_share_its_buffer() -> None:
     x, weight, _, _ = problem(8, 16, 16)
     for function in (ridgeline.linear, ridgeline.fp8_linear):

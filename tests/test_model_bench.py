@@ -395,3 +395,16 @@ def test_peers_that_are_missing_say_how_to_install_them(monkeypatch):
         with pytest.raises(Missing, match=words) as caught:
             model_step.varied(Task("llama-1b", 1, 8, variant, "cpu"), None)
         assert caught.value.status == "skipped"
+
+
+def test_the_profilers_own_events_take_no_kernels():
+    def event(name, kernels=(), device="DeviceType.CPU", micro=0.0):
+        span = SimpleNamespace(elapsed_us=lambda: micro)
+        return SimpleNamespace(name=name, kernels=kernels, cpu_parent=None, device_type=device, time_range=span,
+                               is_user_annotation=False)  # fmt: skip
+
+    one = SimpleNamespace(name="FusedAdam", duration=2.0)
+    full = event("Command Buffer Full", [one, one, one])
+    twice = [event("aten::_fused_adamw_", [one]), event("aten::_fused_adamw_", [one])]
+    lines = model_kinds.kernels([full, *twice, event("FusedAdam", device="DeviceType.CUDA", micro=2.0)])
+    assert [(line["kind"], line["calls"]) for line in lines] == [("optimizer", 1)]

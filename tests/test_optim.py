@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from importlib import import_module
 
 import pytest
 import torch
@@ -442,6 +443,33 @@ def test_tensors_of_another_kind_at_the_same_addresses(device: str) -> None:
     ridgeline.clip_grad_norm([g], 1.0)
     halves = g.view(torch.float16).fill_(1.0)
     torch.testing.assert_close(ridgeline.clip_grad_norm([halves], 1.0), torch.tensor(math.sqrt(512), device=device))
+
+
+def test_gradients_that_moved(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose gradients alone are new tensors writes only their addresses, also past one launch's 128."""
+    lists = [[torch.rand(n % 7, 5, device=device) for n in range(150)] for _ in range(4)]
+    twins = [[t.double() for t in some] for some in lists]
+    made: list[int] = []
+    module = import_module("ridgeline.ops.optimizer.adamw")
+    whole = module.tabled
+    monkeypatch.setattr(module, "tabled", lambda *given: made.append(1) or whole(*given))
+    kept = []
+    for step in (1, 2, 3):
+        kept.append(lists[1])  # or the next ones may lie at the same addresses
+        lists[1] = [torch.rand_like(t) for t in lists[0]]
+        twins[1] = [t.double() for t in lists[1]]
+        ridgeline.adamw(*lists, step, lr=0.1)  # type: ignore[arg-type]
+        get("adamw").reference(*twins, step, lr=0.1)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in lists[1]))
+        assert float(ridgeline.clip_grad_norm(lists[1], math.inf)) == pytest.approx(norm, rel=1e-5)
+    assert len(made) == 1
+    for mine, exact in zip((*lists[0], *lists[3]), (*twins[0], *twins[3]), strict=True):
+        torch.testing.assert_close(mine, exact.float(), rtol=1e-4, atol=1e-5)
+    odd = torch.rand(4 * 5 + 1, device=device)[1:].view(4, 5)  # begins at no multiple of 16 bytes
+    lists[1][4], twins[1][4] = odd, odd.double()
+    ridgeline.adamw(*lists, 4, lr=0.1)  # type: ignore[arg-type]
+    get("adamw").reference(*twins, 4, lr=0.1)
+    torch.testing.assert_close(lists[0][4], twins[0][4].float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])

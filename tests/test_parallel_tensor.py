@@ -15,9 +15,10 @@ from ranks import run_ranks
 from ridgeline.lm.model import Transformer
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups, splits, tensor
+from ridgeline.parallel import collectives, groups, rooms, splits, symmetric, tensor
 from ridgeline.parallel import models as split_models
 from ridgeline.parallel.rung import observed
+from shared_memory import Threads
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -26,23 +27,74 @@ def mine(t: torch.Tensor, dim: int) -> torch.Tensor:
     return t.chunk(groups.size(), dim)[groups.rank()]
 
 
-def overlapped(rank: int, x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, do: list[torch.Tensor]) -> Any:
+def overlapped(
+    rank: int, x: torch.Tensor, w: torch.Tensor, u: torch.Tensor, do: list[torch.Tensor], over: str = "engine"
+) -> Any:
     own, ww, uu = [t.clone().requires_grad_() for t in (mine(x, -2), mine(w, 0), mine(u, 1))]
-    first: Any = tensor.all_gather_linear(own, [ww, ww * 2])
-    y = tensor.linear_reduce_scatter(first[0] * first[1], uu)
+    first: Any = tensor.all_gather_linear(own, [ww, ww * 2], over=over)
+    y = tensor.linear_reduce_scatter(first[0] * first[1], uu, over=over)
     y.backward(mine(do[0], -2))
     return y.detach(), own.grad, ww.grad, uu.grad
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_products_under_transfers(world: int) -> None:
-    x, w, u, do = [torch.randn(s, dtype=torch.float64) for s in ((2, 8, 6), (12, 6), (5, 12), (2, 8, 5))]
+def check_products(world: int, over: str, lead: int = 2) -> None:
+    x, w, u, do = [torch.randn(s, dtype=torch.float64) for s in ((lead, 8, 6), (16, 6), (5, 16), (lead, 8, 5))]
     whole = [t.clone().requires_grad_() for t in (x, w, u)]
     y = ((whole[0] @ whole[1].mT) * (whole[0] @ whole[1].mT * 2)) @ whole[2].mT
     y.backward(do)
-    found = run_ranks(world, overlapped, x, w, u, [do])
+    found = run_ranks(world, overlapped, x, w, u, [do], over)
     for n, (wanted, dim) in enumerate(((y.detach(), -2), (whole[0].grad, -2), (whole[1].grad, 0), (whole[2].grad, 1))):
         torch.testing.assert_close(torch.cat([f[n] for f in found], dim), wanted, **EXACT)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_products_under_transfers(world: int) -> None:
+    check_products(world, "engine")
+
+
+@pytest.mark.parametrize("lead", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_products_under_copies_of_shared_memory(world: int, lead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of one process stand for GPUs: a stream runs in the order of its calls."""
+    threads = Threads(world)
+    monkeypatch.setattr(rooms, "room", threads.room)
+    for _ in range(2):  # what lies there from the first time is overwritten only when all have read it
+        check_products(world, "symmetric", lead)
+    tokens, width = lead * 8 // world, 8
+    asked = {("gathers", tokens * width * 6), ("gathers", tokens * width * 5)}
+    sizes = [-(-tokens * width * n // 256) * 256 for n in (5, 6)]
+    asked |= {("scatters", (world - 1) * size) for size in sizes}
+    assert set(threads.asked) == (asked if world > 1 else set())
+
+
+def refused_over(rank: int) -> list[str]:
+    found = []
+    x, w = torch.zeros(4, 4), torch.zeros(4, 4)
+    for call in (
+        lambda: tensor.all_gather_linear(x, w, over="symmetric"),
+        lambda: tensor.linear_reduce_scatter(x, w, over="air"),
+        lambda: tensor.all_gather_linear(x, w, over=tensor.OVER[rank]),
+        lambda: tensor.summed(x, over="air"),
+        lambda: tensor.summed(x, over="symmetric"),
+    ):
+        try:
+            call()
+        except RidgelineError as error:
+            found.append(str(error))
+    return found
+
+
+def test_symmetric_memory_is_refused_in_one_sentence() -> None:
+    said = run_ranks(2, refused_over)
+    cpu = "parallel: symmetric memory is of GPUs, and the tensors are on the cpu"
+    assert said[0] == said[1]
+    assert said[0] == [
+        cpu,
+        "linear_reduce_scatter: over must be 'engine' or 'symmetric', but is 'air'",
+        "all_gather_linear: all ranks must have the same over, but rank 0 has engine and rank 1 symmetric",
+        "summed: over must be 'engine' or 'symmetric', but is 'air'",
+        cpu,
+    ]
 
 
 class Ours(nn.Module):
@@ -182,8 +234,10 @@ def test_models_equal_one_process(name: str) -> None:
             torch.testing.assert_close(state, dict(net.state_dict()), rtol=0, atol=0)
 
 
-def layers(rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn.Embedding, sequence: bool) -> Any:
-    first, second = tensor.Column(up, sequence=sequence), tensor.Row(down, sequence=sequence)
+def layers(
+    rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn.Embedding, sequence: bool, over: str
+) -> Any:
+    first, second = tensor.Column(up, sequence=sequence, over=over), tensor.Row(down, sequence=sequence, over=over)
     table = tensor.Vocab(embed, sequence=sequence)
     tokens = torch.arange(16).view(2, 8) % 12
     own = mine(x, 1).clone().requires_grad_() if sequence else x.clone().requires_grad_()
@@ -194,16 +248,26 @@ def layers(rank: int, x: torch.Tensor, up: nn.Linear, down: nn.Linear, embed: nn
     return y, dx, second.bias.grad, *[tensor.gathered(p.grad, None, dim) for p, dim in parts if p.grad is not None]
 
 
+@pytest.mark.parametrize("over", tensor.OVER)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_layers_equal_one_process(sequence: bool) -> None:
+def test_layers_equal_one_process(sequence: bool, over: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[torch.Size] = []
+
+    def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
+        summed.append(x.shape)
+        return collectives.engine_all_reduce(x, group)
+
+    monkeypatch.setattr(rooms, "room", Threads(4).room)
+    monkeypatch.setattr(symmetric, "all_reduce", all_reduce)
     up, down, embed = nn.Linear(8, 12).double(), nn.Linear(12, 8).double(), nn.Embedding(12, 8).double()
     x = torch.randn(2, 8, 8, dtype=torch.float64)
     own = x.clone().requires_grad_()
     y = down(up(own).relu()) + embed(torch.arange(16).view(2, 8) % 12)
     y.square().sum().backward()
     wanted = [y.detach(), own.grad, down.bias.grad, up.weight.grad, up.bias.grad, down.weight.grad, embed.weight.grad]
-    for found in run_ranks(4, layers, x, up, down, embed, sequence):
+    for found in run_ranks(4, layers, x, up, down, embed, sequence, over):
         torch.testing.assert_close(list(found), wanted, **EXACT)
+    assert len(summed) == (2 * 4 if over == "symmetric" and not sequence else 0)  # y, and the gradient of x
 
 
 def on_gloo(net: nn.Module, inputs: list[torch.Tensor]) -> list[Any]:

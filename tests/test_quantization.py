@@ -16,7 +16,7 @@ INT8 = [{"granularity": g, "symmetric": s} for g in ("tensor", "row") for s in (
 
 
 def bits(t: torch.Tensor) -> torch.Tensor:
-    return t.view(torch.uint8) if t.dtype == E4M3 else t
+    return t.view(torch.uint8) if t.dtype in (E4M3, torch.float8_e5m2) else t
 
 
 def same(ours: tuple, theirs: tuple) -> None:
@@ -46,6 +46,23 @@ def test_every_number_of_e4m3_comes_back(device: str) -> None:
         assert torch.equal(bits(q[:-1]), bits(values.to(E4M3)))
     back = dequantize(codes, torch.ones(1, device=device), impl="triton")
     torch.testing.assert_close(back, codes.float(), equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize("shape", [(70, 129), (3, 5, 40), (0, 7), (1, 1)], ids=str)
+def test_parts_of_a_tensor_share_its_scale(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """By the whole's largest size, a part's codes are its part of the whole's; larger numbers saturate."""
+    x = torch.randn(shape, device=device)
+    whole, scale = quantize_fp8(x, block="tensor", dtype=dtype)
+    largest = x.abs().max() if x.numel() else x.new_zeros(())
+    for n, rows in enumerate(x.split(20)):
+        q, s = both("quantize_fp8", rows, block="tensor", dtype=dtype, largest=largest)
+        same((q, s), (whole[20 * n : 20 * n + 20], scale))
+    q, s = both("quantize_fp8", 8 * x.sign(), block="tensor", dtype=dtype, largest=x.new_full((), 2.0))
+    assert torch.equal(q.float(), torch.finfo(dtype).max * x.sign())
+    same(
+        both("quantize_fp8", x, block="tensor", dtype=dtype, largest=x.new_zeros(()))[1:], (x.new_full((), 2.0**-126),)
+    )
 
 
 def test_ties_of_int8_go_to_even(device: str) -> None:

@@ -498,6 +498,7 @@ def fp8_linear(
     *,
     recipe: str = "tensor",
     main_grad: torch.Tensor | None = None,
+    quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Returns `x @ weight.T + bias`, (..., N), by products of 8-bit numbers, forward and backward.
@@ -510,6 +511,8 @@ def fp8_linear(
     "block": 1 x 128 of x and dy along the sum, 128 x 128 of the weight; e4m3 throughout (DeepSeek-V3).
     main_grad: a contiguous float32 buffer (N, K), or None. Backward adds the weight's gradient to it in the product's
     epilogue and gives the weight none: `weight.grad` stays None, as with TransformerEngine's fuse_wgrad_accumulation.
+    quantized: the weight's codes and scales as `quantize_fp8` makes them for the recipe "tensor" or "block", or None.
+    Products take them, and the values of `weight` are not read. Backward transposes the codes, and keeps no copy.
     Sums move to float32 every 128 of the summed dimension; for a float32 x all sums are float32, which is slower.
     Autocast casts x alone: the weight is quantised from its own dtype. Gradients flow to x, weight and bias, once.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call. No kernel runs on
@@ -1084,6 +1087,7 @@ def quantize_fp8(
     block: tuple[int, int] | str = (1, 128),
     dtype: torch.dtype = torch.float8_e4m3fn,
     transpose: bool = False,
+    largest: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """x as 8-bit floating-point numbers, e4m3 or e5m2: (q, scale), with x about q times the scale of its block.
@@ -1092,13 +1096,15 @@ def quantize_fp8(
     matrix (blocks at the end may be smaller), "row" or "tensor". dtype: torch.float8_e4m3fn or float8_e5m2.
     transpose: also quantises the transpose of a matrix x, in the same pass: (q, scale, q_t, scale_t), the last two as
     `quantize_fp8(x.mT, block=block, dtype=dtype)` returns them; q_t is (K, M), contiguous.
+    largest: with block "tensor", a largest size to take instead of x's own, float32, (): that of a whole tensor of
+    which x is a part. Larger numbers become 448 or -448. Parts so quantised are bitwise the parts of the whole's codes.
     Returns q, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
     (..., 1) or (). A block's largest number becomes 448 or -448 (e5m2: 57344). It has no gradients.
     x / scale is rounded to float32, then to the nearest 8-bit number, ties to even. A scale is at least 2^-126 (all
     zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without 8-bit floats
     give the same codes, slower.
-    Raises RidgelineError if x is not floating point, if `block`, `dtype` or `transpose` is none of these, or if `impl`
-    cannot run the call.
+    Raises RidgelineError if x is not floating point, if `block`, `dtype`, `transpose` or `largest` is none of these, or
+    if `impl` cannot run the call.
     """
 
 def quantize_int4(

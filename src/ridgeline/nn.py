@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -352,7 +353,24 @@ class Fp8Linear(nn.Linear):
                 raise RidgelineError(
                     "Fp8Linear: fuse_main_grad needs the float32 buffer weight.main_grad; set it first"
                 )
-        return ridgeline.fp8_linear(input, self.weight, self.bias, recipe=self.recipe, main_grad=total)
+        return fp8_forward(self, input, recipe=self.recipe, main_grad=total)
+
+
+def fp8_forward(
+    module: nn.Linear, x: torch.Tensor, *, recipe: str = "tensor", main_grad: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A linear layer trained in 8 bits. A weight that ranks gathered in 8 bits brings its codes along."""
+    weight = module.weight
+    codes = getattr(weight, "quantized", None)
+    return ridgeline.fp8_linear(x, weight, module.bias, recipe=recipe, main_grad=main_grad, quantized=codes)
+
+
+def fp8_recipe(module: nn.Module) -> str | None:
+    """Returns the recipe of a layer that trains in 8 bits, an `Fp8Linear` or one that `hf.patch` changed, or None."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, partial) and forward.func is fp8_forward:
+        return forward.keywords.get("recipe", "tensor")
+    return module.recipe if isinstance(module, Fp8Linear) and forward is None else None
 
 
 class Int8Linear(nn.Module):

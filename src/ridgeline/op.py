@@ -346,6 +346,8 @@ def op_modules() -> dict[str, str]:
 
 def get(name: str) -> Op:
     """Returns the op of that name, importing its module. Raises RidgelineError, with the known names, if unknown."""
+    if (op := LOADED.get(name)) is not None:  # backwards ask at every step, and must not read folders
+        return op
     modules = op_modules()
     if name not in modules:
         alike = get_close_matches(name, modules)

@@ -10,6 +10,7 @@ from models import pair, step, tokens
 from torch.distributed.fsdp import fully_shard
 
 from ridgeline import hf
+from ridgeline.parallel.fp8_gathering import Shard
 from ridgeline.parallel.fsdp2 import apply, blocks
 
 
@@ -64,3 +65,23 @@ def test_apply(architecture: str, checkpointing: bool, mesh: Any) -> None:
     ours(input_ids=ids, labels=ids).loss.backward()
     assert_same_gradients(own, ours)
     assert len(seen) == 1 + checkpointing
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_in_8_bits_gathers_8_bits(checkpointing: bool, mesh: Any) -> None:
+    """The same bits as the patched model without ranks."""
+    own, ours = pair("Llama")
+    for model in (own, ours):
+        hf.patch(model.train(), quantize="fp8-training")
+    apply(ours, mesh, checkpointing=checkpointing, fp8_gather=True)
+    shards = [p for p in ours.parameters() if isinstance(p._local_tensor, Shard)]
+    assert len(shards) == 7 * len(own.model.layers)
+    ids = tokens()
+    for _ in range(2):
+        losses = [step(model, input_ids=ids, labels=ids)[1] for model in (own, ours)]
+        assert torch.equal(*losses)
+        for (name, p), q in zip(own.named_parameters(), ours.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad.full_tensor()), name
+            with torch.no_grad():
+                p.sub_(p.grad, alpha=0.1)
+                q.sub_(q.grad, alpha=0.1)

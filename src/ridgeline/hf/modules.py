@@ -82,11 +82,6 @@ def linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return recomputation.linear(x, module.weight, module.bias)
 
 
-def fp8_linear(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    """A linear layer trained in 8 bits, with one scale for each matrix."""
-    return ridgeline.fp8_linear(x, module.weight, module.bias, recipe="tensor")
-
-
 class _Waiting(threading.local):
     """Products that a layer has made for its neighbours, until they are called; one attention layer's at a time."""
 

@@ -15,6 +15,7 @@ import ridgeline
 from ridgeline import few_bits
 from ridgeline.hf import attention, experts, forms, logits, modules, recurrent, syntax
 from ridgeline.hf.report import PARTS, Report, Row
+from ridgeline.nn import fp8_forward
 from ridgeline.op import RidgelineError
 
 MEMORY = (None, "recompute", "products")
@@ -23,7 +24,7 @@ OURS = (
     modules.rms_norm,
     modules.layer_norm,
     modules.linear,
-    modules.fp8_linear,
+    fp8_forward,
     modules.joint_linear,
     modules.gated_mlp,
     modules.merged_mlp,
@@ -105,7 +106,7 @@ class _Planner:
             elif type(module) in few_bits.LAYERS:
                 self.few_bits(name, module, few_bits.LAYERS[type(module)])
             elif self.quantize == few_bits.TRAINING and name in self.turned:
-                self.few_bits(name, module, "fp8_linear", _set(module, modules.fp8_linear))
+                self.few_bits(name, module, "fp8_linear", _set(module, fp8_forward, recipe="tensor"))
             elif self.quantize and isinstance(module, nn.Linear) and name in self.turned:
                 self.few_bits(name, module, few_bits.KINDS[self.quantize])
             elif isinstance(module, nn.Linear) and not any(name.startswith(f"{n}.") for n in inside):

@@ -1,4 +1,4 @@
-"""Collectives by send and receive around a ring, to teach, beside the engine's.
+"""Collectives by send and receive around a ring, to teach, beside the engine's and sums over symmetric memory.
 
 With N ranks and tensors of S bytes, each rank sends (N-1)/N S in a gather or a reduce-scatter, twice that in an
 all-reduce, and (N-1) S in the alternate all-reduce, which passes whole tensors on.
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil, inf
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups
+from ridgeline.parallel import groups, symmetric
 from ridgeline.parallel.rung import Traffic
 
 
@@ -120,9 +121,17 @@ class Collective:
     run: Callable[..., torch.Tensor]
     hops: Callable[[int], int] | None = None  # sends of a rank; None for one call of the engine
     part: Callable[[int], float] = lambda world: 1 / world  # of the whole tensor, in one hop
+    kernel: str | None = None  # "one_shot" or "two_shot" for a kernel over symmetric memory
+    most: float = inf  # bytes that one call takes
+
+    def refuses(self, device: torch.device) -> str | None:
+        """Returns why the ranks cannot run it on such tensors, or None. The first call is a collective."""
+        return symmetric.refuses(device) if self.kernel else None
 
     def traffic(self, size: int, world: int) -> Traffic:
         """Returns the calls and bytes of one run. size: bytes of the whole tensor."""
+        if self.kernel:
+            return Traffic().add(self.kernel, size, max(1, ceil(size / self.most))) if world > 1 else Traffic()
         if self.hops is None:
             return Traffic().add(self.what, size)
         hops = self.hops(world)
@@ -142,4 +151,10 @@ LADDER = [
     Collective("ring", "all_reduce", "reduce-scatter, then gather: twice a part per hop", ring_all_reduce,
                lambda n: 2 * (n - 1)),
     Collective("engine", "all_reduce", "torch.distributed's", engine_all_reduce),
+    Collective("one-shot", "all_reduce", "one kernel reads all ranks' memory: few bytes meet once",
+               symmetric.one_shot_all_reduce, kernel="one_shot", most=symmetric.HALF),
+    Collective("two-shot", "all_reduce", "a kernel sums a part and reads the others' sums: a ring's bytes",
+               symmetric.two_shot_all_reduce, kernel="two_shot", most=symmetric.HALF),
+    Collective("engine-one-shot", "all_reduce", "torch's own one-shot kernel, with a copy of x before it",
+               symmetric.engine_all_reduce, kernel="one_shot"),
 ]  # fmt: skip

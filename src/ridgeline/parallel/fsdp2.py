@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups
+from ridgeline.parallel import fp8_gathering, groups
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -43,6 +43,7 @@ def apply(
     reduce_dtype: torch.dtype | None = None,
     checkpointing: bool = False,
     reshard: bool | int = True,
+    fp8_gather: bool = False,
 ) -> nn.Module:
     """Shards a module in place over a mesh by FSDP2 (`fully_shard`), and returns it.
 
@@ -52,9 +53,13 @@ def apply(
     compute_dtype: of gathered weights and of inputs; parameters keep theirs. reduce_dtype: of summed gradients.
     checkpointing: backward computes each unit again from its input; in transformers' models, each of their layers,
         in training mode. `lm` models do it themselves by every=1.
-    reshard: whether weights go after forward; a number keeps them on so many ranks. The root's always stay."""
+    reshard: whether weights go after forward; a number keeps them on so many ranks. The root's always stay.
+    fp8_gather: gathers the weights of `nn.Fp8Linear`, and of layers that `hf.patch(quantize="fp8-training")` changed,
+        in 8 bits: a byte a number, by the codes that one process would make. It warns of layers that cannot."""
     groups.ready()
-    mesh = mesh or groups.mesh(shard=groups.size())
+    if mesh is None:  # over gloo, weights may lie on GPUs too
+        on_gpu = any(p.is_cuda for p in module.parameters())
+        mesh = groups.mesh("cuda" if on_gpu else None, shard=groups.size())
     if mesh.ndim > 2:
         raise RidgelineError(f"parallel: apply takes a mesh of one or two dimensions, but got {mesh.ndim}")
     chosen = blocks(module) if units is None else list(units)
@@ -63,9 +68,16 @@ def apply(
         raise RidgelineError(
             "parallel: the model checkpoints its layers by itself; give either every= or checkpointing="
         )
+    if fp8_gather and not isinstance(reshard, bool):
+        raise RidgelineError(
+            f"parallel: FSDP2 keeps no 8-bit weights on {reshard} ranks; with fp8_gather, reshard is True or False"
+        )
+    layers = fp8_gathering.mark(module, mesh) if fp8_gather else []
     for unit in chosen:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if layers:
+        module.register_forward_pre_hook(fp8_gathering.Agreement(layers, mesh), prepend=True)  # before FSDP2's own
     if checkpointing:
         # transformers' own way also keeps a layer that runs again from adding to the cache of keys and values.
         names = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # the second until version 5

@@ -1,6 +1,7 @@
 """A way to train on several ranks, as an object: its idea, what it moves and holds, how it wraps a model.
 
-`Traffic` is what a step asks of torch.distributed, predicted by formula or seen by `observed`.
+`Traffic` is what a step asks of torch.distributed and of sums over symmetric memory, predicted by formula or seen by
+`observed`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "one_shot", "two_shot")
 # Ops of torch.distributed: the collective, and which argument is its whole tensor (or a list of them).
 OPS = {
     "c10d.allreduce_": ("all_reduce", 0),
@@ -27,15 +28,19 @@ OPS = {
     "c10d.reduce_scatter_": ("reduce_scatter", 1),
     "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
     "c10d.send": ("send", 0),
+    "ridgeline_parallel.one_shot": ("one_shot", 0),
+    "ridgeline_parallel.two_shot": ("two_shot", 0),
+    "symm_mem.one_shot_all_reduce": ("one_shot", 0),
 }
 
 
 def share_sent(collective: str, world: int) -> float:
-    """Returns the bytes that each rank sends in a ring, over the bytes of the collective's whole tensor."""
+    """Returns the bytes that each rank sends, in a ring or as others read its memory, over the whole tensor's bytes."""
     if world == 1:
         return 0.0
     ring = (world - 1) / world
     shares = {"all_reduce": 2 * ring, "all_gather": ring, "reduce_scatter": ring, "all_to_all": ring}
+    shares |= {"one_shot": world - 1, "two_shot": 2 * ring}
     return shares.get(collective, 1.0)
 
 

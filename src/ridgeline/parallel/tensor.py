@@ -4,7 +4,8 @@
     row      y = sum_r x_r W_r^T, a rank's own inputs    backward: dx_r from the whole dy
     with tokens split between the blocks (sequence parallelism): x is gathered before, and y summed and scattered after
 
-`all_gather_linear` and `linear_reduce_scatter` do these transfers a rank's tokens at a time, each under a product.
+`all_gather_linear` and `linear_reduce_scatter` do these transfers a rank's tokens at a time, each under a product:
+around a ring by torch.distributed, or by copies out of the other GPUs' memory.
 Sources: Shoeybi et al., Megatron-LM, 2019 (arXiv:1909.08053); Korthikanti et al., Reducing Activation Recomputation,
 2022 (arXiv:2205.05198); Wang et al., Overlap Communication with Dependent Computation via Decomposition, 2023 (ASPLOS).
 """
@@ -21,19 +22,25 @@ from torch import nn
 import ridgeline
 from ridgeline.boundary import first_order
 from ridgeline.op import RidgelineError
-from ridgeline.parallel import groups
+from ridgeline.parallel import groups, pulls, symmetric
 from ridgeline.parallel.agreement import agree
 from ridgeline.parallel.ring import pass_on
 
-
-def shared(x: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Returns x, the same on every rank; backward sums the ranks' gradients."""
-    return x if groups.size(group) == 1 else _Shared.apply(x, group)
+OVER = ("engine", "symmetric")  # transfers of torch.distributed, or reads of the other GPUs' memory
 
 
-def summed(x: torch.Tensor, group: Any = None) -> torch.Tensor:
-    """Returns the sum of the ranks' x; backward passes the gradient, the same on every rank, on."""
-    return x if groups.size(group) == 1 else _Summed.apply(x, group)
+def shared(x: torch.Tensor, group: Any = None, *, over: str = "engine") -> torch.Tensor:
+    """Returns x, the same on every rank; backward sums the ranks' gradients. over: as for `summed`."""
+    _check_over("shared", over)
+    return x if groups.size(group) == 1 else _Shared.apply(x, group, over)
+
+
+def summed(x: torch.Tensor, group: Any = None, *, over: str = "engine") -> torch.Tensor:
+    """Returns the sum of the ranks' x; backward passes the gradient, the same on every rank, on.
+
+    over: "engine" sums by torch.distributed; "symmetric" by `symmetric.all_reduce`, which is for few bytes."""
+    _check_over("summed", over)
+    return x if groups.size(group) == 1 else _Summed.apply(x, group, over)
 
 
 def gathered(x: torch.Tensor, group: Any = None, dim: int = 1, *, alike: bool = False) -> torch.Tensor:
@@ -56,23 +63,23 @@ def piece(x: torch.Tensor, group: Any = None, dim: int = 1) -> torch.Tensor:
 
 class _Shared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: torch.Tensor, group: Any, over: str) -> torch.Tensor:
+        ctx.way = group, over
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, d: torch.Tensor) -> Any:
-        return _sum(d, ctx.group), None
+        return _sum(d, *ctx.way), None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return _sum(x, group)
+    def forward(ctx: Any, x: torch.Tensor, group: Any, over: str) -> torch.Tensor:
+        return _sum(x, group, over)
 
     @staticmethod
     def backward(ctx: Any, d: torch.Tensor) -> Any:
-        return d, None
+        return d, None, None
 
 
 class _Gathered(torch.autograd.Function):
@@ -109,7 +116,9 @@ class _Piece(torch.autograd.Function):
         return _gather(d, *ctx.facts), None, None
 
 
-def _sum(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _sum(x: torch.Tensor, group: Any, over: str) -> torch.Tensor:
+    if over == "symmetric":
+        return symmetric.all_reduce(x, group)
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -138,48 +147,63 @@ def _own(x: torch.Tensor, group: Any, dim: int) -> torch.Tensor:
 
 
 def all_gather_linear(
-    x: torch.Tensor, weight: torch.Tensor | Sequence[torch.Tensor], *, group: Any = None
+    x: torch.Tensor, weight: torch.Tensor | Sequence[torch.Tensor], *, group: Any = None, over: str = "engine"
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Returns X W^T for the tokens X of all ranks, gathered a rank at a time while the piece before is multiplied.
 
     x: (..., tokens / ranks, H), this rank's tokens, equally many on each. weight: (N, H), this rank's rows, or several
     such, which share the gather. Returns (..., tokens, N) for each, tokens rank after rank. Gradients flow to x, which
-    are summed and scattered a rank at a time, and to the weights.
-    Raises RidgelineError, on every rank, if the shapes do not match.
+    are summed and scattered a rank at a time, and to the weights. over: "engine" passes tokens from rank to rank by
+    torch.distributed; "symmetric" copies them out of the ranks' memory, on GPUs of one host.
+    Raises RidgelineError, on every rank, if the shapes do not match, or if the ranks have no symmetric memory.
     """
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     wrong = None
     if x.dim() < 2 or any(w.dim() != 2 or w.shape[1] != x.shape[-1] for w in weights):
         shapes = ", ".join(str(tuple(w.shape)) for w in weights)
         wrong = f"x must be (..., tokens, H) and each weight (N, H), got {tuple(x.shape)} and {shapes}"
-    agree("all_gather_linear", group, x, wrong, shape_of_x=tuple(x.shape), dtype=str(x.dtype))
-    found = _GatherLinear.apply(x, group, *weights)
+    wrong = wrong or _unknown(over)
+    agree("all_gather_linear", group, x, wrong, shape_of_x=tuple(x.shape), dtype=str(x.dtype), over=over)
+    found = _GatherLinear.apply(x, group, over, *weights)
     return found[0] if isinstance(weight, torch.Tensor) else found
 
 
-def linear_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, *, group: Any = None) -> torch.Tensor:
+def linear_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, *, group: Any = None, over: str = "engine"
+) -> torch.Tensor:
     """Returns this rank's tokens of the sum of the ranks' x W^T, summed on the way while the next piece is multiplied.
 
     x: (..., tokens, K), this rank's inputs of all tokens, a multiple of the ranks. weight: (N, K), this rank's columns.
     Returns (..., tokens / ranks, N). Partial sums travel in x's dtype, as in torch's reduce-scatter. Gradients flow to
-    x and weight. Raises RidgelineError, on every rank, if the shapes do not match.
+    x and weight. over: as for `all_gather_linear`; "symmetric" rounds each term to x's dtype, and the sum once.
+    Raises RidgelineError, on every rank, if the shapes do not match, or if the ranks have no symmetric memory.
     """
     wrong, world = None, groups.size(group)
     if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         wrong = f"x must be (..., tokens, K) and weight (N, K), got {tuple(x.shape)} and {tuple(weight.shape)}"
     elif x.shape[-2] % world:
         wrong = f"x must have a multiple of {world} tokens, one part for each rank, got {x.shape[-2]}"
-    alike = {"shape of x": tuple(x.shape[:-1]), "outputs": weight.shape[0], "dtype": str(x.dtype)}
+    wrong = wrong or _unknown(over)
+    alike = {"shape of x": tuple(x.shape[:-1]), "outputs": weight.shape[0], "dtype": str(x.dtype), "over": over}
     agree("linear_reduce_scatter", group, x, wrong, **alike)
-    return _LinearScatter.apply(x, weight, group)
+    return _LinearScatter.apply(x, weight, group, over)
+
+
+def _unknown(over: str) -> str | None:
+    return None if over in OVER else f"over must be 'engine' or 'symmetric', but is {over!r}"
+
+
+def _check_over(what: str, over: str) -> None:
+    if wrong := _unknown(over):
+        raise RidgelineError(f"{what}: {wrong}")
 
 
 class _GatherLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any, *weights: torch.Tensor) -> Any:
+    def forward(ctx: Any, x: torch.Tensor, group: Any, over: str, *weights: torch.Tensor) -> Any:
         ctx.save_for_backward(x, *weights)
-        ctx.group = group
-        return tuple(_gather_product(x, weights, group))
+        ctx.way = group, over
+        return tuple(_gather_product(x, weights, group, over))
 
     @staticmethod
     @first_order
@@ -187,33 +211,34 @@ class _GatherLinear(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         dx: torch.Tensor | None = None
         dws: list[torch.Tensor | None] = [None] * len(weights)
-        whole, work = _start_gather(x, ctx.group) if any(ctx.needs_input_grad[2:]) else (x, None)  # under dx's products
+        whole, work = _start_gather(x, *ctx.way) if any(ctx.needs_input_grad[3:]) else (x, None)  # under dx's products
         if ctx.needs_input_grad[0]:
-            dx = _product_scatter(torch.cat(ds, -1), torch.cat(weights).mT, ctx.group)
+            dx = _product_scatter(torch.cat(ds, -1), torch.cat(weights).mT, *ctx.way)
         if work is not None:
             work.wait()
             dws = [_weight_gradient(d, _joined(whole)) for d in ds]
-        return dx, None, *dws
+        return dx, None, None, *dws
 
 
 class _LinearScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Any, over: str) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return _product_scatter(x, weight, group)
+        ctx.way = group, over
+        return _product_scatter(x, weight, group, over)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, d: torch.Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        whole, work = _start_gather(d, ctx.group) if ctx.needs_input_grad[1] else (d, None)
-        dx = _gather_product(d, [weight.mT], ctx.group)[0] if ctx.needs_input_grad[0] else None
+        (x, weight), (group, over) = ctx.saved_tensors, ctx.way
+        whole, work = _start_gather(d, group, over) if ctx.needs_input_grad[1] else (d, None)
+        pieces = work if isinstance(work, pulls.Pieces) else None
+        dx = _gather_product(d, [weight.mT], group, over, pieces)[0] if ctx.needs_input_grad[0] else None
         dw = None
         if work is not None:
             work.wait()
             dw = _weight_gradient(_joined(whole), x)
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 class _Done:
@@ -223,11 +248,14 @@ class _Done:
         pass
 
 
-def _start_gather(x: torch.Tensor, group: Any) -> tuple[torch.Tensor, Any]:
+def _start_gather(x: torch.Tensor, group: Any, over: str) -> tuple[torch.Tensor, Any]:
     """Starts an all-gather; its result is (ranks, *x.shape)."""
     world = groups.size(group)
     if world == 1:
         return x[None], _Done()
+    if over == "symmetric":
+        pieces = pulls.gather(x, group)
+        return pieces.whole, pieces
     out = x.new_empty((world, *x.shape))
     return out, groups.all_gather(out.view(-1), x.contiguous().view(-1), group=group, async_op=True)
 
@@ -241,24 +269,45 @@ def _weight_gradient(d: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
 
 
-def _gather_product(x: torch.Tensor, weights: Sequence[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """Returns X W^T for the tokens of all ranks; each rank's tokens travel while those before are multiplied."""
+def _multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Writes x W^T into a tensor, without a copy where its rows lie together."""
+    if out.is_contiguous() and out.dtype == x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        torch.mm(x.reshape(-1, x.shape[-1]), weight.mT, out=out.view(-1, out.shape[-1]))
+    else:
+        out.copy_(x @ weight.mT)
+
+
+def _gather_product(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: Any, over: str, pieces: pulls.Pieces | None = None
+) -> list[torch.Tensor]:
+    """Returns X W^T for the tokens of all ranks; each rank's tokens travel while those before are multiplied.
+
+    pieces: of a gather that has begun."""
     world, rank, tokens = groups.size(group), groups.rank(group), x.shape[-2]
     outs = [x.new_empty((*x.shape[:-2], world * tokens, w.shape[0])) for w in weights]
+    if over == "symmetric" and world > 1 and pieces is None:
+        pieces = pulls.gather(x, group)
     for hop in range(world):
-        arriving = pass_on(x, group) if hop < world - 1 else None
-        source = (rank - hop) % world
+        arriving = pass_on(x, group) if pieces is None and hop < world - 1 else None
+        source = (rank - hop if pieces is None else rank + hop) % world
+        if pieces is not None:
+            x = pieces.piece(source)
         for out, w in zip(outs, weights, strict=True):
-            out.narrow(-2, source * tokens, tokens).copy_(x @ w.mT)
+            _multiply(out.narrow(-2, source * tokens, tokens), x, w)
         if arriving is not None:
             x = arriving.wait()
     return outs
 
 
-def _product_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+def _product_scatter(x: torch.Tensor, weight: torch.Tensor, group: Any, over: str) -> torch.Tensor:
     """Returns this rank's tokens of the sum of all x W^T; a sum travels while the next piece is multiplied."""
     world, rank = groups.size(group), groups.rank(group)
     tokens, arriving = x.shape[-2] // world, None
+    if over == "symmetric" and world > 1:
+        shape = *x.shape[:-2], tokens, weight.shape[0]
+        return pulls.scatter(
+            lambda target, term: _multiply(term, x.narrow(-2, target * tokens, tokens), weight), shape, x, group
+        )
     total = x
     for hop in range(world):
         target = (rank - 1 - hop) % world  # the sum for a rank begins at the one after it, and ends there
@@ -276,21 +325,24 @@ class Column(nn.Module):
     """A linear layer of which each rank has a part of the outputs, made from the whole layer.
 
     forward: x, the same on every rank, or with sequence this rank's tokens (..., tokens / ranks, in). Returns this
-    rank's outputs of all tokens; with gather, all outputs."""
+    rank's outputs of all tokens; with gather, all outputs. over: as for `all_gather_linear`."""
 
-    def __init__(self, whole: nn.Linear, group: Any = None, *, sequence: bool = False, gather: bool = False) -> None:
+    def __init__(
+        self, whole: nn.Linear, group: Any = None, *, sequence: bool = False, gather: bool = False, over: str = "engine"
+    ) -> None:
         super().__init__()
         _check_divides("Column", "outputs", whole.out_features, group)
-        self.group, self.sequence, self.gather = group, sequence, gather
+        _check_over("Column", over)
+        self.group, self.sequence, self.gather, self.over = group, sequence, gather, over
         self.weight = nn.Parameter(_own(whole.weight.detach(), group, 0).clone())
         self.bias = None if whole.bias is None else nn.Parameter(_own(whole.bias.detach(), group, 0).clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence:
-            y: Any = all_gather_linear(x, self.weight, group=self.group)
+            y: Any = all_gather_linear(x, self.weight, group=self.group, over=self.over)
             y = y if self.bias is None else y + self.bias
         else:
-            y = ridgeline.linear(shared(x, self.group), self.weight, self.bias)
+            y = ridgeline.linear(shared(x, self.group, over=self.over), self.weight, self.bias)
         return gathered(y, self.group, -1, alike=True) if self.gather else y
 
 
@@ -298,20 +350,22 @@ class Row(nn.Module):
     """A linear layer of which each rank has a part of the inputs, made from the whole layer.
 
     forward: x, this rank's inputs of all tokens. Returns all outputs, on every rank, or with sequence of this rank's
-    tokens. The bias is whole on every rank; with sequence its gradient is summed over them."""
+    tokens. The bias is whole on every rank; with sequence its gradient is summed over them. over: as for
+    `linear_reduce_scatter`."""
 
-    def __init__(self, whole: nn.Linear, group: Any = None, *, sequence: bool = False) -> None:
+    def __init__(self, whole: nn.Linear, group: Any = None, *, sequence: bool = False, over: str = "engine") -> None:
         super().__init__()
         _check_divides("Row", "inputs", whole.in_features, group)
-        self.group, self.sequence = group, sequence
+        _check_over("Row", over)
+        self.group, self.sequence, self.over = group, sequence, over
         self.weight = nn.Parameter(_own(whole.weight.detach(), group, 1).clone())
         self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach().clone())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.sequence:
-            y = linear_reduce_scatter(x, self.weight, group=self.group)
+            y = linear_reduce_scatter(x, self.weight, group=self.group, over=self.over)
             return y if self.bias is None else y + shared(self.bias, self.group)
-        y = summed(ridgeline.linear(x, self.weight), self.group)
+        y = summed(ridgeline.linear(x, self.weight), self.group, over=self.over)
         return y if self.bias is None else y + self.bias
 
 

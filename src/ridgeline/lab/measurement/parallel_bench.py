@@ -197,7 +197,7 @@ def show_collectives(some: list[Row]) -> None:
         [r["what"], r["rung"], units.size(r["bytes"]), units.seconds(r["seconds"]["median"]),
          units.spread(r["seconds"]), units.seconds(r["predicted"]), units.scaled(r["algorithm"], "B/s"),
          units.scaled(r["bus"], "B/s"), moves(r), formula(r)]
-        for r in some if not r["wrong"]
+        for r in some if not r["wrong"] and "seconds" in r
     ]  # fmt: skip
     figures = ["bytes", "time", "±", "predicted", "algorithm", "bus", "calls", "formula"]
     print_table(f"collectives, world {some[0]['world']}, {some[0]['backend']}", ["what", "rung"], figures, cells)
@@ -297,8 +297,10 @@ def show(found: list[Row]) -> None:
     for r in found:
         if r["wrong"]:
             print(f"{r['part']}, {r['rung']}, world {r['world']}: wrong, so not timed: {r['wrong']}", flush=True)
-        if r.get("refused"):
-            print(f"{r['part']}, {r['rung']}, world {r['world']}: not run: {r['refused']}", flush=True)
+    refused = [f"{r['part']}, {r['rung']}, world {r['world']}: not run: {r['refused']}"
+               for r in found if r.get("refused")]  # fmt: skip
+    for line in dict.fromkeys(refused):  # a collective says it for each size
+        print(line, flush=True)
 
 
 def main(options: argparse.Namespace) -> int:

@@ -49,6 +49,7 @@ class Link:
 
     def seconds(self, traffic: Traffic) -> float:
         hops = {"all_reduce": 2 * (self.world - 1), "all_gather": self.world - 1, "reduce_scatter": self.world - 1}
+        hops["two_shot"] = 2
         steps = sum(calls * hops.get(name, 1) for name, calls in traffic.calls.items())
         sent = traffic.sent(self.world)
         return steps * self.latency + (sent / self.bandwidth if sent else 0.0)  # a rank alone sends nothing

@@ -9,6 +9,7 @@ import torch
 from ridgeline.op import RidgelineError, dense_only
 from ridgeline.ops.matmul import _hopper8, _main_grad
 from ridgeline.ops.matmul._fp8_training import RECIPES
+from ridgeline.ops.matmul._scaled import BLOCK
 from ridgeline.ops.matmul.fp8_matmul import E4M3, E5M2, by_triton, lacks
 
 _T = torch.Tensor
@@ -25,7 +26,7 @@ def check_sums(plain: Any, main_grad: Any) -> None:
         )
 
 
-def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any) -> None:
+def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any, quantized: Any = None) -> None:
     tensors = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, t in tensors.items():
         if not isinstance(t, torch.Tensor):
@@ -44,6 +45,30 @@ def check(x: Any, weight: Any, bias: Any, recipe: Any, main_grad: Any) -> None:
         raise RidgelineError(f"fp8_linear: bias must be {tuple(weight.shape[:1])}, got {tuple(bias.shape)}")
     if main_grad is not None:
         _main_grad.check(main_grad, weight, "fp8_linear")
+    if quantized is not None:
+        _check_quantized(quantized, weight, recipe)
+
+
+def _check_quantized(quantized: Any, weight: _T, recipe: str) -> None:
+    """Raises RidgelineError if these are no codes and scales of a weight that both products can take."""
+    if not isinstance(quantized, tuple | list) or len(quantized) != 2 or not all(map(torch.is_tensor, quantized)):
+        raise RidgelineError("fp8_linear: quantized must be (codes, scales), two tensors, or None")
+    if recipe == "row":
+        raise RidgelineError(
+            "fp8_linear: quantized needs the recipe 'tensor' or 'block', since rows of the transpose have other codes"
+        )
+    codes, scale = quantized
+    wanted = () if recipe == "tensor" else tuple([-(-n // BLOCK) for n in weight.shape])
+    if codes.dtype != E4M3 or codes.shape != weight.shape or not codes.is_contiguous():
+        given = f"{str(codes.dtype)[6:]} {tuple(codes.shape)} with strides {codes.stride()}"
+        raise RidgelineError(
+            f"fp8_linear: the codes must be contiguous float8_e4m3fn {tuple(weight.shape)}, got {given}"
+        )
+    if scale.dtype != torch.float32 or tuple(scale.shape) != wanted:
+        given = f"{str(scale.dtype)[6:]} {tuple(scale.shape)}"
+        raise RidgelineError(f"fp8_linear: the scales of recipe {recipe!r} must be float32 {wanted}, got {given}")
+    if {codes.device, scale.device} != {weight.device}:
+        raise RidgelineError(f"fp8_linear: the codes and scales must be on {weight.device} with the weight")
 
 
 def triton(y: _T, a: _T, b: _T, scale_a: _T, scale_b: _T, bias: _Maybe, dtype: torch.dtype, exact: bool) -> None:

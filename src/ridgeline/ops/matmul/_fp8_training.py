@@ -32,7 +32,7 @@ RECIPES = {
     "row": Recipe("row", "row", E4M3),
     "block": Recipe((1, BLOCK), (BLOCK, BLOCK), E4M3),
 }
-QUANTIZE_FP8 = get("quantize_fp8")
+QUANTIZE_FP8, TRANSPOSE = get("quantize_fp8"), get("transpose")
 GROUPS = {"tensor": (0, 0), "row": (1, 0)}  # as the registered op takes them
 
 
@@ -71,20 +71,30 @@ def _quantized(t: _T, block: Any, dtype: torch.dtype, both: bool, impl: str | No
     return made if both else (*made, t.new_empty(0), t.new_empty(0))
 
 
+def _turned(codes: _T, scale: _T) -> tuple[_T, _T]:
+    """Returns the codes and scales of the transpose of a matrix with one scale, or with one for each square."""
+    if torch.compiler.is_compiling() or codes.device.type == "meta":
+        return codes.mT.contiguous(), _across(scale).contiguous()
+    return TRANSPOSE.function(codes.view(torch.int8)).view(codes.dtype), _across(scale).contiguous()
+
+
 class Training(Function):
     @staticmethod
     def forward(
         ctx: Any, x: _T, weight: _T, bias: _Maybe, recipe: str, main_grad: _Maybe, keep: tuple[bool, bool],
-        impl: str | None,
+        impl: str | None, given: _Maybe = None, given_scale: _Maybe = None,
     ) -> _T:  # fmt: skip
         how, exact = RECIPES[recipe], x.dtype == torch.float32
         wants_x, wants_weight = keep
         q, scale, *turned = _quantized(x, how.rows, E4M3, wants_weight, impl)
-        w, scale_w, *w_turned = _quantized(weight, how.weight, E4M3, wants_x, impl)
+        if given is not None and given_scale is not None:
+            w, scale_w = w_turned = given, given_scale  # backward turns them: they are not this call's to copy
+        else:
+            w, scale_w, *w_turned = _quantized(weight, how.weight, E4M3, wants_x, impl)
         y = _product(q, w.mT, scale, _across(scale_w), bias, x.dtype, exact, impl)
         ctx.save_for_backward(*turned, *w_turned)
         ctx.main_grad, ctx.dtypes = main_grad, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.recipe, ctx.impl, ctx.exact = recipe, impl, exact
+        ctx.recipe, ctx.impl, ctx.exact, ctx.given = recipe, impl, exact, given is not None
         return y
 
     @staticmethod
@@ -97,6 +107,8 @@ class Training(Function):
         if wants_x or wants_weight:
             d, scale_d, turned, scale_turned = _quantized(dy, how.rows, how.gradient, wants_weight, ctx.impl)
         if wants_x:
+            if ctx.given:
+                weight, scale_w = _turned(weight, scale_w)
             dx = _product(d, weight.mT, scale_d, _across(scale_w), None, dtype, ctx.exact, ctx.impl)
         if wants_weight and ctx.main_grad is not None:
             _add(ctx.main_grad, turned, x.mT, scale_turned, _across(scale), ctx.exact)
@@ -106,7 +118,7 @@ class Training(Function):
             dw = _product(turned, x.mT, scale_turned, _across(scale), None, of_weight, ctx.exact, impl)
         if ctx.needs_input_grad[2]:
             db = sum_of_rows(dy).to(of_bias)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, *[None] * 6
 
 
 def _across(scale: _T) -> _T:
@@ -118,10 +130,16 @@ class Plain(Function):
     """The formula in plain PyTorch: 8-bit numbers by conversion, products in float32, or in float64 for float64."""
 
     @staticmethod
-    def forward(ctx: Any, x: _T, weight: _T, bias: _Maybe, recipe: str, main_grad: _Maybe) -> _T:
-        how = RECIPES[recipe]
+    def forward(
+        ctx: Any, x: _T, weight: _T, bias: _Maybe, recipe: str, main_grad: _Maybe, given: _Maybe = None,
+        given_scale: _Maybe = None,
+    ) -> _T:  # fmt: skip
+        how, ctx.given = RECIPES[recipe], given is not None
         q, scale, *turned = _formula(x, how.rows, E4M3)
-        w, scale_w, *w_turned = _formula(weight, how.weight, E4M3)
+        if given is not None and given_scale is not None:
+            w, scale_w = w_turned = given, given_scale
+        else:
+            w, scale_w, *w_turned = _formula(weight, how.weight, E4M3)
         ctx.save_for_backward(*turned, *w_turned)
         ctx.main_grad, ctx.how, ctx.dtypes = main_grad, how, (weight.dtype, None if bias is None else bias.dtype)
         return _in_full(q, w.mT, scale, _across(scale_w), x.dtype, bias)
@@ -133,6 +151,8 @@ class Plain(Function):
         d, scale_d, turned, scale_turned = _formula(dy, ctx.how.rows, ctx.how.gradient)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
+            if ctx.given:
+                weight, scale_w = _turned(weight, scale_w)
             dx = _in_full(d, weight.mT, scale_d, _across(scale_w), dy.dtype)
         if ctx.needs_input_grad[1]:
             wide = ctx.dtypes[0] if ctx.main_grad is None else ctx.main_grad.dtype
@@ -143,7 +163,7 @@ class Plain(Function):
         if ctx.needs_input_grad[2]:
             wide = torch.promote_types(dy.dtype, torch.float32)
             db = dy.sum(0, dtype=wide).to(ctx.dtypes[1])
-        return dx, dw, db, None, None
+        return dx, dw, db, *[None] * 4
 
 
 def _in_full(a: _T, b: _T, scale_a: _T, scale_b: _T, dtype: torch.dtype, bias: _Maybe = None) -> _T:

@@ -23,11 +23,12 @@ from ridgeline.select import eager, find, why_not
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
+_Pair = tuple[torch.Tensor, torch.Tensor] | None  # codes and scales
 E4M3 = "float8_e4m3fn"
 
 
 def reference(
-    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None
+    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None, quantized: _Pair = None
 ) -> _T:  # fmt: skip
     compiling = torch.compiler.is_compiling()
     if not compiling and (torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
@@ -35,13 +36,14 @@ def reference(
             "fp8_linear: it has no forward-mode derivatives and cannot be differentiated inside torch.func's "
             "transforms, since its gradients are products of 8-bit numbers; call backward"
         )
-    y = differentiate(Plain, rows_of(x), weight, bias, recipe, main_grad)
+    y = differentiate(Plain, rows_of(x), weight, bias, recipe, main_grad, *(quantized or ()))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def fp8_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, recipe: str = "tensor",
-    main_grad: torch.Tensor | None = None, impl: str | None = None,
+    main_grad: torch.Tensor | None = None, quantized: tuple[torch.Tensor, torch.Tensor] | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Returns `x @ weight.T + bias`, (..., N), by products of 8-bit numbers, forward and backward.
 
@@ -53,17 +55,19 @@ def fp8_linear(
     "block": 1 x 128 of x and dy along the sum, 128 x 128 of the weight; e4m3 throughout (DeepSeek-V3).
     main_grad: a contiguous float32 buffer (N, K), or None. Backward adds the weight's gradient to it in the product's
     epilogue and gives the weight none: `weight.grad` stays None, as with TransformerEngine's fuse_wgrad_accumulation.
+    quantized: the weight's codes and scales as `quantize_fp8` makes them for the recipe "tensor" or "block", or None.
+    Products take them, and the values of `weight` are not read. Backward transposes the codes, and keeps no copy.
     Sums move to float32 every 128 of the summed dimension; for a float32 x all sums are float32, which is slower.
     Autocast casts x alone: the weight is quantised from its own dtype. Gradients flow to x, weight and bias, once.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call. No kernel runs on
     NVIDIA GPUs before sm_89, which have no 8-bit floating-point matrix units; `impl="naive"` emulates them there.
     """
     (x,) = in_autocast(x)
-    _fp8_linear.check(x, weight, bias, recipe, main_grad)
+    _fp8_linear.check(x, weight, bias, recipe, main_grad, quantized)
     plain = eager(FP8_LINEAR, impl, x, weight)
     _fp8_linear.check_sums(plain, main_grad)
     if plain is not None and plain.call is not None:
-        return plain.call(x, weight, bias, recipe=recipe, main_grad=main_grad)
+        return plain.call(x, weight, bias, recipe=recipe, main_grad=main_grad, quantized=quantized)
     if impl is not None and not torch.compiler.is_compiling():
         reasons = [why_not(find(FP8_LINEAR, impl), t) for t in (x, weight)]
         if reason := reasons[0] or reasons[1]:
@@ -71,18 +75,18 @@ def fp8_linear(
     enabled = torch.is_grad_enabled()
     keep = enabled and x.requires_grad, enabled and weight.requires_grad
     bias = None if bias is None else bias.contiguous()
-    y = differentiate(Training, rows_of(x), weight, bias, recipe, main_grad, keep, impl)
+    y = differentiate(Training, rows_of(x), weight, bias, recipe, main_grad, keep, impl, *(quantized or ()))
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def cost(
-    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None
-) -> tuple[Cost, Cost]:
+    x: _T, weight: _T, bias: _Maybe = None, *, recipe: str = "tensor", main_grad: _Maybe = None, quantized: _Pair = None
+) -> tuple[Cost, Cost]:  # fmt: skip
     """Returns the costs: each matrix read once in its dtype, and what backward keeps once in 8 bits."""
     rows = x.numel() // max(1, x.shape[-1])
     y, more = rows * weight.shape[0], 0 if bias is None else nbytes(bias)
     product, kept = 2 * rows * weight.numel(), x.numel() + weight.numel()
-    forward = Cost(nbytes(x, weight) + more, y * x.element_size(), product + 3 * kept, E4M3)
+    forward = Cost(nbytes(x, *(quantized or (weight,))) + more, y * x.element_size(), product + 3 * kept, E4M3)
     read = y * x.element_size() + kept + (0 if main_grad is None else nbytes(main_grad))
     made = nbytes(x) + more + nbytes(weight if main_grad is None else main_grad)
     return forward, Cost(read, made, 2 * product + 3 * y, E4M3)

@@ -31,6 +31,13 @@ def _write(table, numbers):
 
 
 @triton.jit
+def _replace(column, numbers, count):
+    """Writes numbers, given as `_write`'s, to every eighth place, a tensor's each."""
+    for k in tl.static_range(len(numbers)):
+        tl.store(column + 8 * k, (numbers[k] >> 1) - (1 << 40), mask=k < count)
+
+
+@triton.jit
 def _own(owners, table, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     tensor = tl.program_id(0)
     count = (tl.load(table + tensor * 8) + CHUNK - 1) // CHUNK
@@ -58,7 +65,7 @@ def pointer(entry, k, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 class Table(NamedTuple):
-    """Tensors of the same dtypes on one device, for a launch over their chunks."""
+    """Tensors of the same dtypes on one device, for a launch over their chunks. rows: the numbers of their rows."""
 
     table: torch.Tensor
     owners: torch.Tensor
@@ -66,6 +73,7 @@ class Table(NamedTuple):
     aligned: bool
     dtypes: tuple[torch.dtype, ...]
     like: torch.Tensor  # empty, with the first dtype and the device
+    rows: tuple[int, ...]
 
 
 def tabled(rows: Sequence[tuple[torch.Tensor, ...]], extra: Sequence[torch.Tensor] = ()) -> list[Table]:
@@ -91,11 +99,69 @@ def tabled(rows: Sequence[tuple[torch.Tensor, ...]], extra: Sequence[torch.Tenso
         table = torch.empty(len(numbers), dtype=torch.int64, device=device)
         owners = torch.empty(chunks, dtype=torch.int32, device=device)
         for start in range(0, len(numbers), BATCH):
-            values = tuple([2 * (x + (1 << 40)) + 1 for x in numbers[start : start + BATCH]])
-            launch(_write, (1,), table[start:], values, num_warps=1)
+            launch(_write, (1,), table[start:], _plain(numbers[start : start + BATCH]), num_warps=1)
         launch(_own, (len(members),), owners, table, CHUNK=CHUNK, BLOCK=1024, num_warps=4)
-        found.append(Table(table, owners, chunks, aligned, dtypes, rows[members[0]][0].new_empty(0)))
+        found.append(Table(table, owners, chunks, aligned, dtypes, rows[members[0]][0].new_empty(0), tuple(members)))
     return found
+
+
+def _plain(numbers: Sequence[int]) -> tuple[int, ...]:
+    """The numbers in a form that Triton does not specialise on; `_write` undoes it."""
+    return tuple([2 * (x + (1 << 40)) + 1 for x in numbers])
+
+
+class Known(NamedTuple):
+    """Tables of an earlier call. addresses: of the tensors that may lie elsewhere in the next."""
+
+    tables: list[Table]
+    addresses: tuple[int, ...]
+
+
+class Shelf:
+    """Tables of earlier calls, by what they depend on.
+
+    Gradients are new tensors at each step, and may lie elsewhere: then only their addresses are written, a twentieth
+    of the work on the host. column: which address of a row is the gradient's.
+    """
+
+    def __init__(self, column: int):
+        self.column = column
+        self.known: dict[Any, Known] = {}
+
+    def find(self, fixed: Any, grads: Sequence[torch.Tensor]) -> list[Table] | None:
+        """The tables of a call, or None if they must be made. fixed: what else than the gradients they depend on."""
+        key = address_key(grads)
+        if key is None:
+            return None
+        addresses, form = key[2], self._form(fixed, key, grads)
+        known = self.known.get(form)
+        if known is None or known.addresses == addresses:
+            return known and known.tables
+        if not all([table.aligned for table in known.tables]) or any([a & 15 for a in addresses]):
+            return None
+        for table in known.tables:
+            own = [addresses[n] for n in table.rows]
+            for start in range(0, len(own), BATCH):
+                some = own[start : start + BATCH]
+                values = _plain(some + [0] * (BATCH - len(some)))
+                launch(_replace, (1,), table.table[8 * start + 2 + self.column :], values, len(some), num_warps=1)
+        self.known[form] = Known(known.tables, addresses)
+        return known.tables
+
+    @staticmethod
+    def _form(fixed: Any, key: Any, grads: Sequence[torch.Tensor]) -> Any:
+        """All that a call's tables depend on but its gradients' addresses. An address tells its device, others not."""
+        return fixed, *key[:2], *key[3:], tuple(map(torch.Tensor.get_device, grads))
+
+    def keep(self, fixed: Any, grads: Sequence[torch.Tensor], tables: list[Table]) -> None:
+        """Keeps a call's tables; drops the oldest if there are too many."""
+        key = address_key(grads)
+        if key is None:
+            return
+        form = self._form(fixed, key, grads)
+        if form not in self.known and len(self.known) >= 64:
+            del self.known[next(iter(self.known))]
+        self.known[form] = Known(tables, key[2])
 
 
 def address_key(*lists: Sequence[torch.Tensor]) -> Any:
@@ -120,15 +186,6 @@ def address_key(*lists: Sequence[torch.Tensor]) -> Any:
         return stream, tuple(map(len, lists)), addresses, dtypes, tuple([t.shape for t in every]), layouts
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return None
-
-
-def remember(tables: dict[Any, list[Table]], key: Any, made: list[Table]) -> None:
-    """Keeps tables; drops the oldest if there are too many."""
-    if key is None:
-        return
-    if len(tables) >= 64:
-        del tables[next(iter(tables))]
-    tables[key] = made
 
 
 def narrow(*args: Any) -> str | None:

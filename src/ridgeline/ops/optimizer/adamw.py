@@ -29,13 +29,13 @@ from ridgeline.ops.optimizer._sharded import all_plain, changed, local
 from ridgeline.ops.optimizer._tensors import (
     CHUNK,
     TL,
+    Shelf,
     Table,
     address_key,
     chunk_of,
     dense,
     narrow,
     pointer,
-    remember,
     tabled,
 )
 from ridgeline.select import eager, run, select
@@ -231,7 +231,13 @@ def _in_layout(row: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple([t if t.stride() == like.stride() else torch.empty_like(like, dtype=t.dtype).copy_(t) for t in row])
 
 
-_tables: dict[Any, list[Table]] = {}
+_tables = Shelf(1)
+
+
+def _fixed(lists: Sequence[Sequence[torch.Tensor]], steps: Sequence[torch.Tensor], stochastic: bool) -> Any:
+    """What tables depend on besides the gradients, or None if none are kept."""
+    key = address_key(lists[0], *lists[2:], steps)
+    return key and (stochastic, key)
 
 
 def _run(
@@ -267,9 +273,8 @@ def _run(
     for n, table in enumerate(tables):
         key = Loose(seed ^ n << 32)  # tables number their elements alike
         run(ADAMW, "fwd", impl, (), table.like, table, bool(steps), numbers, key, maximize, stochastic)
-    place = address_key(*lists, steps) if keep else None
-    if place is not None:
-        remember(_tables, (stochastic, place), tables)
+    if keep and (fixed := _fixed(lists, steps, stochastic)):
+        _tables.keep(fixed, grads, tables)
     for tensor, copy in copies:
         tensor.copy_(copy)
     torch.autograd.graph.increment_version([*params, *exp_avgs, *exp_avg_sqs, *masters])  # all that is written
@@ -417,7 +422,8 @@ def adamw(
     steps, count = _steps(step, len(lists[0]))
     stochastic = rounding == "stochastic"
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    tables = None if watched or impl is not None else _tables.get((stochastic, address_key(*lists, steps)))
+    fixed = None if watched or impl is not None else _fixed(lists, steps, stochastic)
+    tables = fixed and _tables.find(fixed, lists[1])
     if tables is None:
         checked("adamw", NAMES[: len(lists)], lists)
         _precise(lists, stochastic)

@@ -26,13 +26,12 @@ from ridgeline.ops.optimizer._sharded import all_plain, changed, dtensor, local,
 from ridgeline.ops.optimizer._tensors import (
     CHUNK,
     TL,
+    Shelf,
     Table,
-    address_key,
     chunk_of,
     dense,
     narrow,
     pointer,
-    remember,
     tabled,
 )
 from ridgeline.select import eager, run, select
@@ -126,7 +125,7 @@ def _launch_triton(
             launch(_scale, (table.chunks,), table.table, table.owners, norm, max_norm, **facts)
 
 
-_tables: dict[Any, list[Table]] = {}
+_tables = Shelf(0)
 
 
 def _run(
@@ -150,7 +149,7 @@ def _run(
         return norm.zero_() if known is None else norm
     run(CLIP_GRAD_NORM, "fwd", impl, (norm,), tables[0].like, tables, max_norm, largest, known is not None)
     if keep:
-        remember(_tables, address_key(tensors), tables)
+        _tables.keep(None, tensors, tables)
     for tensor, copy in copies:
         tensor.copy_(copy)
     torch.autograd.graph.increment_version(tensors)
@@ -230,7 +229,7 @@ def clip_grad_norm(
         grads = local("clip_grad_norm", ("tensors",), (grads,))[0]
     usual = norm_type in (2.0, math.inf)
     watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    tables = None if watched or impl is not None or not usual else _tables.get(address_key(grads))
+    tables = None if watched or impl is not None or not usual else _tables.find(None, grads)
     if tables is None:
         checked("clip_grad_norm", ("tensors",), (grads,))
         if not grads:

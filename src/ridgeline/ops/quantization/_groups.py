@@ -275,7 +275,9 @@ def plane(x: torch.Tensor) -> torch.Tensor:
 def quantize(
     q: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, parts: torch.Tensor, x: torch.Tensor, group: Group
 ) -> None:
-    """Writes the codes of x, contiguous, the scales in float32 and, if asymmetric, the zeros in int32."""
+    """Writes the codes of x, contiguous, the scales in float32 and, if asymmetric, the zeros in int32.
+
+    parts: room for a tensor's extremes, or its two extremes themselves."""
     values = plane(x)
     rows, columns = values.shape
     gpu, fp8 = device.of(x), q.dtype != torch.int8
@@ -293,7 +295,10 @@ def quantize(
         tile: dict[str, Any] = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
         count = min(PARTS, tiles)
-        launch(reach, (count,), parts, given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
+        if parts.numel() == 2:  # extremes that are known
+            count = 1
+        else:
+            launch(reach, (count,), parts, given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
         grid = (min(tiles, 8 * gpu.multiprocessors),)
         launch(_spread, grid, codes, scale, zero, parts, given, tiles, count, PARTS=PARTS, **tile, **facts)
     else:

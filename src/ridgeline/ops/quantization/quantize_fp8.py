@@ -85,13 +85,30 @@ def _both(x: torch.Tensor, down: int, across: int, dtype: torch.dtype, impl: str
     return q, scale, turned, scale_turned
 
 
+@kernel_op("quantize_fp8_shared(Tensor x, Tensor largest, ScalarType dtype, str? impl) -> (Tensor, Tensor)")
+def _shared(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype, impl: str | None) -> Codes:
+    """Codes by a largest size that is known: nothing is searched."""
+    q, scale = _empty(x, TENSOR, dtype)
+    if not x.numel():
+        return q, scale.copy_(_scale(largest, dtype))
+    run(QUANTIZE_FP8, "fwd", impl, (q, scale, largest.expand(2).contiguous()), x, *TENSOR)
+    return q, scale
+
+
+def _scale(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (largest * (1 / MOST[dtype])).clamp(min=LEAST)
+
+
 def reference(
     x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), dtype: torch.dtype = torch.float8_e4m3fn,
-    transpose: bool = False,
+    transpose: bool = False, largest: torch.Tensor | None = None,
 ) -> Codes | Both:  # fmt: skip
     v, group = x.detach().float(), GROUPS[block]
-    scale = (extremes(v.abs(), group)[1] * (1 / MOST[dtype])).clamp(min=LEAST)
-    made = (v / spread(scale, v, group)).to(dtype).contiguous(), scale.to(torch.promote_types(x.dtype, torch.float32))
+    scale = _scale(extremes(v.abs(), group)[1] if largest is None else largest, dtype)
+    v = v / spread(scale, v, group)
+    if largest is not None:  # torch's conversions need not saturate
+        v = v.clamp(-MOST[dtype], MOST[dtype])
+    made = v.to(dtype).contiguous(), scale.to(torch.promote_types(x.dtype, torch.float32))
     if transpose:
         codes, scales = reference(x.mT, block=block, dtype=dtype)  # type: ignore[misc]
         return *made, codes.contiguous(), scales
@@ -100,7 +117,7 @@ def reference(
 
 def quantize_fp8(
     x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), dtype: torch.dtype = torch.float8_e4m3fn,
-    transpose: bool = False, impl: str | None = None,
+    transpose: bool = False, largest: torch.Tensor | None = None, impl: str | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """x as 8-bit floating-point numbers, e4m3 or e5m2: (q, scale), with x about q times the scale of its block.
 
@@ -108,13 +125,15 @@ def quantize_fp8(
     matrix (blocks at the end may be smaller), "row" or "tensor". dtype: torch.float8_e4m3fn or float8_e5m2.
     transpose: also quantises the transpose of a matrix x, in the same pass: (q, scale, q_t, scale_t), the last two as
     `quantize_fp8(x.mT, block=block, dtype=dtype)` returns them; q_t is (K, M), contiguous.
+    largest: with block "tensor", a largest size to take instead of x's own, float32, (): that of a whole tensor of
+    which x is a part. Larger numbers become 448 or -448. Parts so quantised are bitwise the parts of the whole's codes.
     Returns q, contiguous, of x's shape; and scale, float32: (..., ceil(K / 128)), (ceil(M / 128), ceil(K / 128)),
     (..., 1) or (). A block's largest number becomes 448 or -448 (e5m2: 57344). It has no gradients.
     x / scale is rounded to float32, then to the nearest 8-bit number, ties to even. A scale is at least 2^-126 (all
     zeros), and infinite if its numbers hold an infinity or NaN; `dequantize` then gives NaN. GPUs without 8-bit floats
     give the same codes, slower.
-    Raises RidgelineError if x is not floating point, if `block`, `dtype` or `transpose` is none of these, or if `impl`
-    cannot run the call.
+    Raises RidgelineError if x is not floating point, if `block`, `dtype`, `transpose` or `largest` is none of these, or
+    if `impl` cannot run the call.
     """
     x = checked("quantize_fp8", x)
     block = tuple(block) if isinstance(block, list) else block
@@ -128,15 +147,30 @@ def quantize_fp8(
     if not isinstance(transpose, bool) or (transpose and x.dim() != 2):
         given = f"{transpose!r}, and x is {tuple(x.shape)}"
         raise RidgelineError(f"quantize_fp8: transpose must be False, or True for a matrix, but is {given}")
+    if largest is not None:
+        _check_largest(x, largest, block, transpose)
     plain = eager(QUANTIZE_FP8, impl, x)
     if plain is not None and plain.call is not None:
-        return plain.call(x.detach(), block=block, dtype=dtype, transpose=transpose)
+        return plain.call(x.detach(), block=block, dtype=dtype, transpose=transpose, largest=largest)
+    if largest is not None:
+        return _shared(x.detach(), largest, dtype, impl)
     return (_both if transpose else _forward)(x.detach(), *GROUPS[block], dtype, impl)
+
+
+def _check_largest(x: torch.Tensor, largest: object, block: object, transpose: bool) -> None:
+    if block != "tensor" or transpose:
+        given = f"block is {block!r} and transpose {transpose}"
+        raise RidgelineError(f'quantize_fp8: largest needs block="tensor" and transpose=False, but {given}')
+    if not isinstance(largest, torch.Tensor):
+        raise RidgelineError(f"quantize_fp8: largest must be a tensor or None, but is {type(largest).__name__}")
+    if largest.dtype != torch.float32 or largest.dim() or largest.device != x.device:
+        given = f"{str(largest.dtype)[6:]} {tuple(largest.shape)} on {largest.device}"
+        raise RidgelineError(f"quantize_fp8: largest must be float32 () on {x.device}, but is {given}")
 
 
 def cost(
     x: torch.Tensor, *, block: tuple[int, int] | str = (1, 128), dtype: torch.dtype = torch.float8_e4m3fn,
-    transpose: bool = False,
+    transpose: bool = False, largest: torch.Tensor | None = None,
 ) -> tuple[Cost, None]:  # fmt: skip
     layouts = (x, x.mT) if transpose else (x,)
     written = sum([x.numel() + 4 * torch.Size(_shape(t, GROUPS[block])).numel() for t in layouts])

@@ -34,6 +34,7 @@ RULES = tuple(
 )
 LONG = 120  # characters of a name that are kept
 MODE = "PythonDispatchMode"  # the profiler's name of what `named` adds between an operator and its kernel
+OVERHEAD = ("Command Buffer Full", "Buffer Flush")  # the profiler's own events, to which it also assigns kernels
 OWN = re.compile(r"ridgeline::(\w+?)(?:_fwd|_bwd)?(?=/|$)")
 
 
@@ -98,11 +99,11 @@ def _linked(events: Any) -> Iterator[tuple[str, str, float]]:
     for event in devices:
         left.setdefault(event.name, []).append(event.time_range.elapsed_us())
     for event in events:
-        if "CPU" in str(event.device_type):
+        if "CPU" in str(event.device_type) and event.name not in OVERHEAD:
             for kernel in event.kernels:
                 if left.get(kernel.name):
                     left[kernel.name].pop()
-                yield kernel.name, _path(event), kernel.duration
+                    yield kernel.name, _path(event), kernel.duration
     for name, rest in left.items():
         yield from ((name, "", micro) for micro in rest)
 

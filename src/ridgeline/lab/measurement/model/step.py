@@ -71,7 +71,9 @@ VARIANTS = {
     "compile": "torch.compile of the model, with torch's fused AdamW",
     "eager": "the model as transformers makes it, with torch's fused AdamW",
 }
-LEARNING: Row = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}  # moves bfloat16 weights from the first step on
+# Moves bfloat16 weights from the first step on. At 1e-3 the losses of gpt-oss and Gemma 2 rise from 11 to 16 in three
+# steps, and then no two kernels agree on them.
+LEARNING: Row = {"lr": 2e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 class Missing(Exception):

@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL: our kernels in rings, split losses, experts, tensor parallelism and FSDP2 equal one process."""
+"""Two ranks on two GPUs over NCCL, or on one GPU over gloo: our kernels split over them equal one process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 import ridgeline
 import test_parallel_experts as of_experts
+import test_parallel_fp8_gather as of_fp8_gather
 import test_parallel_loss as of_loss
 import test_parallel_tensor as of_tensor
 import test_ring_attention as of_rings
@@ -19,10 +22,16 @@ from ridgeline.parallel import apply, groups
 from ridgeline.parallel.optimizer import FlatShardedOptimizer, ShardedOptimizer
 from test_parallel_ladders import SIZE, batch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed, and there are fewer"),
-]
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=["nccl", "gloo"], scope="module")
+def backend(request: pytest.FixtureRequest) -> str:
+    """NCCL takes a GPU a rank; gloo's two ranks share the first."""
+    gpus = torch.cuda.device_count()
+    if request.param == "nccl" and gpus < 2:
+        pytest.skip(f"NCCL needs two GPUs, and there are {gpus}")
+    return str(request.param)
 
 
 def apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -42,9 +51,9 @@ def rings(given: list[torch.Tensor], options: dict[str, Any]) -> dict[str, list[
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": (300, None)}], ids=str)
-def test_rings_of_kernels(options: dict[str, Any]) -> None:
+def test_rings_of_kernels(options: dict[str, Any], backend: str) -> None:
     given = of_rings.data(1024, 64, heads=8, shared=2)
-    for found in groups.spawn(rings, 2, given, options, backend="nccl", timeout=120):
+    for found in groups.spawn(rings, 2, given, options, backend=backend, timeout=120):
         for way, errors in found.items():
             for error, one in errors:
                 assert error <= 1.05 * one, (way, error, one)
@@ -57,13 +66,13 @@ def losses(given: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     return [[t.cpu() for t in one] for one in found]
 
 
-def test_losses_over_a_split_vocabulary() -> None:
+def test_losses_over_a_split_vocabulary(backend: str) -> None:
     given = of_loss.data(96, 500, 64, torch.float32)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01}
     target, logits, x, weight, bias = [t.double() if t.is_floating_point() else t for t in given]
     first = ridgeline.cross_entropy(logits, target, **options, impl="naive")
     second = ridgeline.linear_cross_entropy(x, weight, target, bias, **options, impl="naive")
-    for one, two in groups.spawn(losses, 2, given, backend="nccl", timeout=120):
+    for one, two in groups.spawn(losses, 2, given, backend=backend, timeout=120):
         assert apart(one[0], first) < 1e-6
         assert apart(two[0], second) < 1e-6
         assert all(bool(t.isfinite().all()) for t in (*one, *two))
@@ -73,10 +82,10 @@ def of_split_experts(given: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.cpu() for t in of_experts.spread(groups.rank(), [t.cuda() for t in given], [11, 5], True, {})]
 
 
-def test_experts_on_two_gpus() -> None:
+def test_experts_on_two_gpus(backend: str) -> None:
     given = of_experts.data(16, torch.float32)
     wanted = of_experts.alone([t.double() if t.is_floating_point() else t for t in given], True, {})
-    found = of_experts.together(groups.spawn(of_split_experts, 2, given, backend="nccl", timeout=120))
+    found = of_experts.together(groups.spawn(of_split_experts, 2, given, backend=backend, timeout=120))
     for a, b in zip(found, wanted, strict=True):
         assert apart(a, b) < 1e-5
 
@@ -92,8 +101,27 @@ def split_lm(options: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("options", [{}, {"sequence": True}, {"sequence": True, "vocab": True}], ids=str)
-def test_tensor_parallel_model(options: dict[str, Any]) -> None:
-    assert max(groups.spawn(split_lm, 2, options, backend="nccl", timeout=120)) < 1e-4
+def test_tensor_parallel_model(options: dict[str, Any], backend: str) -> None:
+    assert max(groups.spawn(split_lm, 2, options, backend=backend, timeout=120)) < 1e-4
+
+
+class Gathers:
+    """FSDP2's gather by `all_gather`: torch 2.11's gloo ends the process at the one-tensor forms on a GPU."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **_: Any) -> None:
+        dist.all_gather(list(output_tensor.chunk(dist.get_world_size(group))), input_tensor, group=group)
+
+
+class Scatters(Gathers):
+    """FSDP2's sum of gradients by `all_reduce`, of which this rank keeps its part."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> None:
+        whole = input_tensor.clone()
+        dist.all_reduce(whole, options["op"], group=group)
+        output_tensor.copy_(whole.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
 def sharded() -> float:
@@ -103,6 +131,11 @@ def sharded() -> float:
     one = Transformer(size, "ridgeline").cuda()
     net = copy.deepcopy(one)
     apply(net, checkpointing=True)
+    for unit in net.modules() if dist.get_backend() == "gloo" else ():
+        if isinstance(unit, FSDPModule):
+            unit.set_custom_all_gather(Gathers())  # type: ignore[arg-type]
+            unit.set_custom_reduce_scatter(Scatters())  # type: ignore[arg-type]
+            unit.set_force_sum_reduction_for_comms(True)
     data = [t[:2, :8].cuda() % 96 for t in batch(0)]
     shards = [t[groups.rank() : groups.rank() + 1] for t in data]
     for model, some in ((one, data), (net, shards)):
@@ -116,8 +149,22 @@ def sharded() -> float:
     return max(apart(whole[n], p.detach()) for n, p in one.named_parameters())
 
 
-def test_fsdp2_with_our_kernels() -> None:
-    assert max(groups.spawn(sharded, 2, backend="nccl", timeout=120)) < 1e-3
+def test_fsdp2_with_our_kernels(backend: str) -> None:
+    assert max(groups.spawn(sharded, 2, backend=backend, timeout=120)) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("recipe", "sizes"), [("tensor", (24, 51)), ("tensor", (256, 1024)), ("block", (256, 512))], ids=str
+)
+def test_8_bit_gathers_are_bitwise_one_process(
+    recipe: str, sizes: tuple[int, int], dtype: torch.dtype, backend: str
+) -> None:
+    if backend == "gloo":
+        pytest.skip("gloo has no gather of 8-bit GPU tensors; tests/test_parallel_fp8_gather.py has it on the CPU")
+    for more in ({}, {"checkpointing": True}, {"reshard": False}):
+        options = {"sizes": sizes} | more
+        groups.spawn(of_fp8_gather.trained, 2, recipe, 3, options, dtype, backend=backend, timeout=120)
 
 
 def sharded_states() -> list[str]:
@@ -138,8 +185,8 @@ def sharded_states() -> list[str]:
     return found
 
 
-def test_states_gather_on_the_host_and_load_on_their_gpu() -> None:
-    assert groups.spawn(sharded_states, 2, backend="nccl", timeout=120) == [["3 on cpu", "True"] * 2] * 2
+def test_states_gather_on_the_host_and_load_on_their_gpu(backend: str) -> None:
+    assert groups.spawn(sharded_states, 2, backend=backend, timeout=120) == [["3 on cpu", "True"] * 2] * 2
 
 
 def products(given: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -147,12 +194,12 @@ def products(given: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.cpu() for t in of_tensor.overlapped(groups.rank(), x, w, u, [do])]
 
 
-def test_products_under_transfers() -> None:
+def test_products_under_transfers(backend: str) -> None:
     given = [torch.randn(s) for s in ((2, 256, 64), (128, 64), (32, 128), (2, 256, 32))]
     x, w, u = [t.double().requires_grad_() for t in given[:3]]
     y = ((x @ w.mT) * (x @ w.mT * 2)) @ u.mT
     y.backward(given[3].double())
-    found = groups.spawn(products, 2, given, backend="nccl", timeout=120)
+    found = groups.spawn(products, 2, given, backend=backend, timeout=120)
     for n, (wanted, dim) in enumerate(((y.detach(), -2), (x.grad, -2), (w.grad, 0), (u.grad, 1))):
         assert wanted is not None
         assert apart(torch.cat([f[n] for f in found], dim), wanted) < 1e-5
