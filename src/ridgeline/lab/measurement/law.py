@@ -28,7 +28,6 @@ CHUNK = 1 << 24
 SLICED = 1 << 31
 FEW = 16
 SMALL, RUNS = 1 << 18, 4  # with at most SMALL elements in each tensor, torch runs RUNS times
-TINY, MORE = 1 << 13, 16  # and with at most TINY, MORE times: the largest of 4 errors of a row that cancels is luck
 HOPELESS = 1e12  # stands for infinity, which JSON lacks
 Result = tuple[list[Tensor], list[Tensor | None]]
 
@@ -323,9 +322,8 @@ class Law:
         ]
         del exact
         moved = self._oracle(small, move=True)
-        most = max(t.numel() for t in [*tensors_of(small), *theirs[0]])
-        runs = 1 if most > SMALL else RUNS if most > TINY else MORE
-        nearby = [self._nearby(small) for _ in range(runs - 1)]
+        few = max(t.numel() for t in [*tensors_of(small), *theirs[0]]) <= SMALL
+        nearby = [self._nearby(small) for _ in range(RUNS - 1 if few else 0)]
         standards, own, changed = self.outputs + self.grads, theirs[0] + theirs[1], moved[0] + moved[1]
         for k, (standard, one, change) in enumerate(zip(standards, own, changed, strict=True)):
             if standard is not None and one is not None and change is not None:
