@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from ridgeline.nn import fp8_forward
 from ridgeline.op import RidgelineError
 
 MEMORY = (None, "recompute", "products")
+PART = re.compile(r"products:([1-9]\d*)")  # a policy for the first layers
 INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # products of a normalised input
 OURS = (
     modules.rms_norm,
@@ -71,6 +73,11 @@ class _Planner:
         self.width = 2  # bytes of an element in training
         self.turned = frozenset(_to_quantize(model, quantize)) if quantize else frozenset()
         self.turned_experts = frozenset(_experts_to_quantize(model, quantize)) if quantize else frozenset()
+        part = PART.fullmatch(memory or "")
+        self.again = (
+            int(part[1]) if part else None if memory == "products" else 0
+        )  # layers whose products are; None: all
+        self.layers: list[str] = []  # of feed-forward layers, in the model's order
 
     def note(
         self, name: str, module: Any, part: str, op: str | None, reason: str = "", act: Any = None, **cost: float
@@ -211,8 +218,13 @@ class _Planner:
         reason = _replaced(module) or (None if activation else "its activation is not known")
         if reason:
             return self.note(name, module, "mlp", None, reason, **cost)
-        gate, again = "silu_mul" if activation == "silu" else "gelu_mul", self.memory == "products"
-        remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", ""
+        self.layers.append(name)
+        gate, again = (
+            "silu_mul" if activation == "silu" else "gelu_mul",
+            self.again is None or len(self.layers) <= self.again,
+        )
+        made = "backward makes its products again" if again else ""
+        remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", made
         if facts.merged:
             no_bias = getattr(module, names["gate_up"]).bias is None
             fused = no_bias and all(modules.plain_linear(m) and m in own for m in layers)
@@ -479,7 +491,8 @@ def patch(
     as they are.
     only: which of "norm", "rotary", "mlp", "experts", "attention", "recurrent" and "loss"; None means all.
     memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
-    next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
+    next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products;
+    "products:4": those of the first four layers, where the memory is freed last.
     strict: raises RidgelineError if a module of these parts is left alone.
     quantize: "int8", "int4" or "fp8": replaces the linear layers inside the repeated layers by `nn.Int8Linear`,
     `nn.Int4Linear` or `nn.Fp8InferenceLinear`, for inference. Embeddings and the last layer stay. "int8", "int4" and
@@ -495,8 +508,11 @@ def patch(
             if quantize == few_bits.TRAINING:
                 raise RidgelineError(f"hf.patch: layers of {quantize} keep 8-bit copies for backward: leave out memory")
             raise RidgelineError("hf.patch: memory is for training, and quantize for inference: give one of them")
-    if memory not in MEMORY:
-        raise RidgelineError(f"hf.patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
+    if memory not in MEMORY and not (isinstance(memory, str) and PART.fullmatch(memory)):
+        known = ", ".join(map(repr, MEMORY))
+        raise RidgelineError(
+            f"hf.patch: memory must be one of {known}, or 'products:4' for four layers; got {memory!r}"
+        )
     _restore(model)
     report, plans = plan(model, only, memory, quantize)
     left = [r for r in report.left() if r.part in PARTS and r.reason != "not asked for"]
