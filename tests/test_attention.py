@@ -190,7 +190,7 @@ def test_large_logits(size: float, device: str) -> None:
 @kernels
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"causal": "bottom_right"}, {"window": (300, 0)}], ids=str)
 @pytest.mark.parametrize(
-    ("D", "groups"), [(16, 0)] if INTERPRETED else [(64, 2), (64, 3), (80, 2), (80, 3), (128, 2), (256, 2)]
+    ("D", "groups"), [(16, 0)] if INTERPRETED else [(64, 2), (64, 3), (80, 2), (80, 3), (128, 2), (128, 3), (256, 2)]
 )
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16], ids=str)
 def test_maxima_that_rise_from_block_to_block(

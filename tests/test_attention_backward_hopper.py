@@ -136,7 +136,7 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
         if not given["causal"]:
             given["window_align"] = dice.choice(("top_left", "bottom_right"))
-    return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2)), rows, columns, D), given
+    return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2, 4)), rows, columns, D), given
 
 
 def lies(n: int, heads: int, blocks: int, section: int, down: bool, span: int) -> tuple[int, int]:
@@ -148,11 +148,19 @@ def lies(n: int, heads: int, blocks: int, section: int, down: bool, span: int) -
 
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks dq, dk and dv of calls of all kinds, deterministic and not, with several programs at a time."""
+    """Checks dq, dk and dv of calls of all kinds, deterministic and not, with several programs at a time.
+
+    Pieces of the first call are in parts by heads of queries, in one turn of heads or in several."""
     dice = random.Random(seed)
     torch.manual_seed(seed)
-    for _ in range(5):
+    for n in range(5):
         (B, kv, group, rows, columns, D), given = calls(dice)
+        if n == 0:
+            group, D, given = (
+                dice.choice((2, 4)),
+                dice.choice((64, 72, 128)),
+                {"causal": dice.choice((True, "bottom_right"))},
+            )
         dtype, deterministic = dice.choice((torch.bfloat16, torch.float16)), dice.random() < 0.5
         q, do = (torch.randn(B, kv * group, rows, D).to(dtype) for _ in range(2))
         k, v = (torch.randn(B, kv, columns, D).to(dtype) for _ in range(2))
@@ -167,18 +175,23 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
         launched: list[Launch] = []
         found = [torch.full_like(t, float("nan")) for t in (q, k, v)]
-        few, section = dice.randint(1, 3), dice.randint(1, B * kv)
+        few, section = dice.randint(1, 3), dice.randint(1, 2 * B * kv)
         down = deterministic and given["causal"] is not False and dice.random() < 0.7
         monkeypatch.setattr(backward_launcher, "head_section", lambda *_, s=section, down=down: (s, down))
-        pieces, split = B * kv * -(-columns // 128), dice.randint(1, 3)
-        entire = pieces if split == 1 else dice.randint(0, pieces - 1)
+        pieces, split = B * kv * -(-columns // 128), dice.randint(1, 3) if n else 2
+        entire = pieces if split == 1 else dice.randint(0, pieces - 1) if n else 0
         monkeypatch.setattr(backward_launcher, "split_work", lambda *_, shared=(entire, split): shared)
+        apart = dice.choice([m for m in (1, 2, 4) if group % m == 0 and (n or m > 1)])
+        monkeypatch.setattr(backward_launcher, "heads_apart", lambda *_, apart=apart: apart)
         chosen = options(D, **given)
         with device.pretend("sm_90"), observe(launched.append):
             backward_launcher.bwd(
                 *found, None, do, None, q, k, v, o, lse, None, None, None, None, *chosen, 0, 0, "ieee", deterministic
             )
         (launch,) = [one for one in launched if one.kernel.__name__.startswith("_bwd")]
+        by_heads = launch.constants["RULES"].APART
+        assert by_heads == apart or n
+        split = split if by_heads == 1 else by_heads
         (maps,) = [a for a in launch.args if isinstance(a, backward_pipeline.Maps)]
         order, (sums, tops, deltas) = launch.args[0], (a.base for a in (maps.dq_sums, maps.lse, maps.delta))
         tiles = -(-rows // 64)
@@ -199,7 +212,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         if split > 1 and launch.kernel is backward._bwd:
             (join,) = [one for one in launched if one.kernel is backward_sums._join]
             *to, shares, length, whole, parts, heads, turns, blocks, shared, scale = join.args
-            rules = join.constants["RULES"]
+            rules, entire = join.constants["RULES"], entire if by_heads == 1 else 0
             assert (join.grid, rules.BD, rules.D) == ((pieces - entire, 8), shares.shape[-1], D)
             for x in to:
                 assert all(k.shape[n] == 1 or step * rules.UNIT == k.stride(n) for n, step in enumerate(x[1:]))
@@ -209,6 +222,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
                 for t, keys, factor in zip(to, left, (scale, 1), strict=True):
                     t[divmod(turn, shared)][start : start + 128] = keys[: length - start] * factor
         what = f"{tuple(q.shape)} {columns} {given} {deterministic=} {few} programs, sections of {section}, {down=}"
+        what += f", {by_heads=}"
         for name, one, other in zip("qkv", found, expected, strict=True):
             said = lambda m, what=f"{what}: d{name}": f"{what}: {m}"  # noqa: E731
             torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2, msg=said)
@@ -259,6 +273,7 @@ class Piece(SimpleNamespace):
 
     def __init__(self, scheduler: Any, batch: int, head: int, first: int, low: int, blocks: int, share: int, *_: Any):
         super().__init__(scheduler=scheduler, place=(batch, head), k_start=first, low=low, blocks=blocks, share=share)
+        self.batch, self.head = batch, head
 
     def __getattr__(self, name: str) -> Any:
         return partial(python(getattr(backward_work.Work, name)), self)
@@ -273,19 +288,21 @@ def test_pieces_of_backward_on_hopper() -> None:
     """Each piece of work comes up once, whole or in parts, and takes all blocks of queries that see its keys.
 
     It masks the blocks that do not see all of them, and knows how many pieces with lower numbers add to each block.
-    Parts are numbered as `_join` expects."""
+    Parts are numbered as `_join` expects. Parts by heads have all blocks of some heads of queries."""
     dice = random.Random(0)
     for _ in range(60):
         span, rows, columns, kv, group = (
-            dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2))
+            dice.choice(c) for c in ((64, 128), range(1, 500), range(1, 500), (1, 2), (1, 2, 4))
         )
+        by_heads = dice.choice([n for n in (1, 1, 2, 4) if group % n == 0])
         left, right = dice.choice([(None, None), (None, 0), (200, 0), (3, 2), (70, None), (None, 150)])
-        shift, turns = dice.choice((0, columns - rows)), 2 * kv
+        shift, turns = dice.choice((0, columns - rows)), 2 * kv * by_heads
         facts = {
             "LEFT": left is not None,
             "RIGHT": right is not None,
             "DOWN": right is not None and dice.random() < 0.7,
-            "GROUP": group,
+            "GROUP": group // by_heads,
+            "APART": by_heads,
         }
         sizes = {
             "heads": kv * group,
@@ -294,8 +311,12 @@ def test_pieces_of_backward_on_hopper() -> None:
             "tiles": -(-rows // 64),
             "columns": columns,
         }
-        pieces, parts = turns * -(-columns // span), dice.choice((1, 1, 2, 5))
-        sizes |= {"entire": pieces if parts == 1 else dice.randint(0, pieces - 1), "parts": parts, "SPLIT": parts > 1}
+        pieces, parts = turns * -(-columns // span), dice.choice((1, 1, 2, 5)) if by_heads == 1 else 1
+        sizes |= {
+            "entire": pieces if parts == 1 else dice.randint(0, pieces - 1),
+            "parts": parts,
+            "SPLIT": parts > 1 or by_heads > 1,
+        }
         call = SimpleNamespace(**sizes, RULES=SimpleNamespace(**facts), PACKED=False, SPAN=span, shift=shift)
         call.window_left, call.window_right = left, right
         items = call.entire + parts * (pieces - call.entire)
@@ -306,18 +327,28 @@ def test_pieces_of_backward_on_hopper() -> None:
         )
         adders: dict[Any, list[Piece]] = {}
         unseen: dict[Any, torch.Tensor] = {}
+        heads: set[Any] = set()
         for n, p in enumerate(works):
             number = n if n < call.entire else call.entire + (n - call.entire) // parts
-            assert (p.share < 0) if n < call.entire else (p.share == n - call.entire)
+            if by_heads == 1:
+                assert (p.share < 0) if n < call.entire else (p.share == n - call.entire)
+            else:
+                place = divmod(p.place[0] * kv * by_heads + p.place[1], by_heads)
+                assert lies(p.share // by_heads, 2 * kv, -(-columns // span), 1, False, span) == (place[0], p.k_start)
+                assert p.share % by_heads == place[1]
+            for g in range(group // by_heads):
+                assert p.queries(g, 0)[1] // group == p.keys(0)[1]
+                heads.add((p.k_start, p.queries(g, 0)[:2]))
             mine = unseen.setdefault(number, seen[:, p.k_start : p.k_start + span].clone())
             head, first = lies(number, turns, -(-columns // span), call.section, call.RULES.DOWN, span)
-            assert (divmod(head, kv), first) == (p.place, p.k_start)
+            assert (divmod(head, kv * by_heads), first) == (p.place, p.k_start)
             for block in (p.block(n) for n in range(p.blocks)):
                 tile = mine[block * 64 : block * 64 + 64]
                 assert p.masked(block * 64) or (tile.shape[1] == span and tile.all())
                 tile[:] = False
                 adders.setdefault((*p.place, block), []).append(p)
         assert len({(*p.place, p.k_start) for p in works}) == pieces == len(unseen)
+        assert len(heads) == pieces // by_heads * group
         assert not any(mine.any() for mine in unseen.values())
         for (*_, block), those in adders.items():
             assert [p.before(block) for p in those] == list(range(len(those)))
@@ -346,6 +377,34 @@ def test_which_pieces_go_in_parts() -> None:
         most, tiles = -(-columns // 128), -(-rows // 64)
         found = backward_schedule.split_work(most, turns, False, group, tiles, 0, left, right, D, 132)
         assert found == expected, (turns, group, rows, columns, D, left, right, found)
+
+
+def test_which_pieces_go_in_parts_by_heads() -> None:
+    """Causal pieces of shared heads above D 64: as timed on an H200, or where the count of parts is as good."""
+    timed = {(1, 8, 8192): 8, (8, 4, 2048): 4}  # heads of keys, shared by, length: 791 to 664 us, 251 to 236
+    counted = {(1, 8, 16384): 4, (4, 7, 4096): 1, (1, 2, 2048): 1, (1, 4, 4096): 1, (1, 32, 4096): 16, (2, 4, 4096): 4}
+    for (kv, group, length), expected in (timed | counted).items():
+        for ordered in (True, False):
+            assert rules_of(kv, group, length, 128, ordered, causal=True).APART == expected, (kv, group, length)
+    for kv, group, length, D, given in [
+        (1, 8, 8192, 128, {}), (1, 8, 8192, 128, {"causal": True, "window": (4096, 0)}),
+        (1, 8, 8192, 64, {"causal": True}), (1, 8, 8192, 256, {"causal": True}), (8, 4, 8192, 128, {"causal": True}), (64, 8, 256, 128, {"causal": True}),
+        (32, 1, 4096, 128, {"causal": True}),
+    ]:  # fmt: skip
+        assert rules_of(kv, group, length, D, True, **given).APART == 1, (kv, group, length, D, given)
+
+
+def rules_of(kv: int, group: int, length: int, D: int, ordered: bool, **given: Any) -> Any:
+    """Returns what the backward kernel of a call in bfloat16 is compiled for."""
+    launched: list[Launch] = []
+    q, k = (torch.empty(1, n, length, D, device="meta", dtype=torch.bfloat16) for n in (kv * group, kv))
+    chosen, lse = options(D, **given), torch.empty(1, kv * group, length, device="meta")
+    with device.pretend("sm_90"), observe(launched.append):
+        backward_launcher.bwd(
+            q, k, k, None, q, None, q, k, k, q, lse, None, None, None, None, *chosen, 0, 0, "ieee", ordered
+        )
+    (found,) = [one.constants["RULES"] for one in launched if one.kernel.__name__.startswith("_bwd")]
+    return found
 
 
 @pytest.mark.kernels

@@ -24,6 +24,7 @@ from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.cuda import TensorMap
 from ridgeline.lab.analysis import inspect as lab_inspect
+from ridgeline.ops.attention.common.arguments import UNBOUNDED
 from ridgeline.ops.attention.hopper import (
     epilogue,
     forward,
@@ -180,7 +181,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             k *= torch.linspace(keys, 0, columns)[:, None].to(dtype)
         sinks = dice.choice((None, torch.tensor([-torch.inf, 4.0, 1000.0, -1000.0, 0.0, 30.0])[: kv * group]))
         launched: list[Launch] = []
-        groups, couples = 2 if D > 96 else dice.choice((2, 3)), dice.randint(0, B * kv * group // 2)
+        groups, couples = dice.choice((2, 3)) if D <= 96 or D == 128 else 2, dice.randint(0, B * kv * group // 2)
         monkeypatch.setattr(launcher, "consumer_groups", lambda *_, groups=groups: groups)
         monkeypatch.setattr(launcher, "paired_heads", lambda *_, couples=couples: couples)
         with device.pretend("sm_90"), observe(launched.append):
@@ -208,6 +209,25 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4, msg=lambda m, what=what: f"{what}: lse: {m}"
         )
     assert set(again.elements()) >= {1, 3}, "no block's exponentials were beyond what is kept"
+
+
+def test_windows_that_three_groups_serve() -> None:
+    """Causal windows of 256 to 2047 keys at D 128 in long sequences, whose rounds are full with higher tiles too."""
+    for heads, rows, left in [
+        (16, 16384, 256),
+        (16, 16384, 1024),
+        (16, 16384, 2047),
+        (128, 4096, 1024),
+        (32, 8192, 2000),
+    ]:
+        assert scheduler.consumer_groups(128, heads, rows, left, 0, False, 132) == 3, (heads, rows, left)
+    for D, heads, rows, left, right, packed in [
+        (128, 16, 16384, 255, 0, False), (128, 16, 16384, 2048, 0, False), (128, 16, 16384, UNBOUNDED, 0, False),
+        (128, 16, 16384, 1024, 1, False), (128, 16, 16384, 1024, 0, True), (128, 128, 4096, 1025, 0, False),
+        (128, 256, 2048, 256, 0, False), (128, 16, 8192, 1024, 0, False), (120, 16, 16384, 1024, 0, False),
+        (256, 16, 16384, 1024, 0, False),
+    ]:  # fmt: skip
+        assert scheduler.consumer_groups(D, heads, rows, left, right, packed, 132) == 2, (D, heads, rows, left, right)
 
 
 def test_groups_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +382,8 @@ def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], m
         ridgeline.attention(q, k, k, impl="gluon", **given)
     assert launched[0].constants["RULES"].MASKS == masks
     found = lab_inspect.of_launch(launched[0], True)
-    assert masks == 2 or triton.__version__ != OWN or found.spill_loads == found.spill_stores == 0
+    few = 16 if launched[0].constants["RULES"].GROUPS == 3 and D == 128 else 0  # bytes that spill, between tiles
+    assert masks == 2 or triton.__version__ != OWN or max(found.spill_loads, found.spill_stores) <= few
     said = said_of(found, tmp_path)
     assert "serial" not in said
     assert "C75" not in said

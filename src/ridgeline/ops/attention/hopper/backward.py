@@ -227,7 +227,7 @@ def _bwd(order, listed, shares, maps, sizes, scale, RULES: gl.constexpr):
 
 
 def start(
-    programs: int, rest: int, options: tuple[bool, bool, bool, int, bool], order: Any, listed: Any, shares: Any,
+    programs: int, rest: int, options: tuple[bool, bool, bool, int, int, bool], order: Any, listed: Any, shares: Any,
     maps: Any, sizes: Any, scale: Any
 ) -> None:  # fmt: skip
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order."""

@@ -13,7 +13,7 @@ from ridgeline import device
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
 from ridgeline.ops.attention.hopper import backward, backward_wide
-from ridgeline.ops.attention.hopper.backward_schedule import head_section, list_pieces, split_work
+from ridgeline.ops.attention.hopper.backward_schedule import head_section, heads_apart, list_pieces, split_work
 from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq, row_terms
 
 
@@ -43,23 +43,27 @@ def bwd(
     tops, deltas, order = row_terms(o, do, dlse, lse, tiles, cu_q, dsinks, sinks)
     # In the order of `as_held` (backward_dq.py).
     sums = torch.empty((batch * heads * tiles, 2 * D, 32), dtype=torch.float32, device=q.device)
-    section, down = head_section(q, k, longest, span, deterministic, ahead, back, packed)
+    facts, programs = (longest, span, deterministic, ahead, back, packed), device.of(q).multiprocessors
+    section, down = head_section(q, k, *facts)
     box, room = (1, 1, 1) if packed else (1, 1), 32 if wide > 128 else min(wide, 64)
     maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
     maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     # Pieces that stay whole, parts of each of the others, and the parts' dK and dV in float32.
-    entire, parts, shares = key_heads * most, 1, None
-    programs = device.of(q).multiprocessors
+    entire, parts, apart, shares = key_heads * most, 1, 1, None
     if not packed and wide <= 128:
         entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs)
+        if not entire and ahead and not back:
+            apart = heads_apart(D, key_heads * most, group, parts, programs)
+    if apart > 1:
+        parts, (section, down) = apart, head_section(q, k, *facts, apart)
     left_over = key_heads * most - entire
     pieces = entire + left_over * parts
     if left_over:
         shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
-    sizes = pieces, entire, parts, heads, section, key_heads, tiles, columns, shift, left, right
+    sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, left, right
     inputs = maps, sizes, (scale, scale * LOG2E)
-    options = back, ahead, down, group, deterministic
+    options = back, ahead, down, group // apart, apart, deterministic
     if wide > 128:
         backward_wide.start_wide(pieces, options, order, listed, *inputs)
     else:
@@ -67,5 +71,5 @@ def bwd(
         # Persistence takes registers, which D 128 lacks.
         backward.start(pieces if wide == 128 else min(pieces, programs), rest, options, order, listed, shares, *inputs)
     if shares is not None:
-        add_shares(dk, dv, shares, entire, parts, section, down, scale)
+        add_shares(dk, dv, shares, entire, parts, *((1, False) if apart > 1 else (section, down)), scale)
     convert_dq(dq, sums, order, cu_q, tiles, scale)

@@ -56,8 +56,23 @@ def split_work(
 ROOMY = 55 << 20
 
 
+def heads_apart(D: int, pieces: int, group: int, parts: int, programs: int) -> int:
+    """Returns into how many parts by heads of queries causal pieces are split, or 1 if `parts` by blocks are better.
+
+    A part by heads has all blocks of some of the `group` heads that share keys. So all parts that add to a head begin
+    at the same block and follow each other at once; parts by blocks begin and end elsewhere than those they wait for.
+    As timed, it takes about four parts per program. If the heads cannot be divided so finely, parts by blocks must not
+    be more, or two per program suffice. D up to 64, whose programs stay, is not timed.
+    """
+    if D <= 64:
+        return 1
+    most = max(n for n in range(1, group + 1) if group % n == 0 and pieces * n <= max(pieces, 4 * programs))
+    return most if most >= parts or pieces * most >= 2 * programs else 1
+
+
 def head_section(
-    q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool
+    q: torch.Tensor, k: torch.Tensor, longest: int, span: int, ordered: bool, ahead: bool, back: bool, packed: bool,
+    apart: int = 1
 ) -> tuple[int, bool]:  # fmt: skip
     """Returns how many heads form a section, and whether causal pieces come lightest first (`WorkScheduler.work`).
 
@@ -70,9 +85,11 @@ def head_section(
     what one of them has loaded. Windows, and full attention at D <= 64 without shared heads, gain nothing from that. An
     H100, with its smaller L2 and slower memory, needs twice as many programs per head above D 64, if a head has so
     many, and four times as many if heads are long and not shared: 8192 keys in ordered full attention, 16384 unordered.
+    Parts by heads (`apart` of each piece) count as pieces of as many more heads of keys.
     """
     (batch, heads, _, D), (kv, columns) = q.shape, k.shape[1:3]
-    turns, group, gpu, pieces = batch * kv, heads // kv, device.of(q), triton.cdiv(columns, span)  # pieces: of a head
+    turns, group, gpu = batch * kv * apart, heads // kv // apart, device.of(q)
+    pieces = triton.cdiv(columns, span)  # of a head
     roomy = gpu.l2 > ROOMY
     share = 2 * gpu.multiprocessors / (turns * (pieces + 1))  # the longest causal piece as a share of a program's work
     light = share <= (1 / 4 if D > 128 else 1 / 8 if roomy else 0.128)

@@ -163,7 +163,7 @@ def _bwd_wide(order, listed, maps, sizes, scale, RULES: gl.constexpr):
 
 def start_wide(
     programs: int,
-    options: tuple[bool, bool, bool, int, bool],
+    options: tuple[bool, bool, bool, int, int, bool],
     order: Any,
     listed: Any,
     maps: Any,

@@ -40,7 +40,8 @@ class Rules(NamedTuple):
     LEFT: bool  # whether queries see a limited number of keys before them
     RIGHT: bool  # and after them
     DOWN: bool  # whether the last keys come first
-    GROUP: int  # heads of queries per head of keys
+    GROUP: int  # heads of queries that a piece walks
+    APART: int  # so many parts of a piece each have some of the heads of queries that share its keys
     ORDERED: bool  # whether dQ's sums are added in a fixed order
     TIGHT: bool  # whether keys and values stay in shared memory, since there are too few registers
     STAY: bool  # whether programs take several pieces
@@ -118,7 +119,7 @@ class WorkScheduler:
         of queries.
         """
         share = 0 * item - 1
-        if self.SPLIT:
+        if self.SPLIT and self.RULES.APART == 1:
             share = item - self.entire
             item = gl.where(share >= 0, self.entire + share // self.parts, item)
         blocks = gl.cdiv(self.columns, self.SPAN)
@@ -136,12 +137,14 @@ class WorkScheduler:
         if self.RULES.LEFT:
             high = gl.minimum(high, gl.maximum(n + self.SPAN - 1 + self.window_left - self.shift + ROWS, 0) // ROWS)
         many = gl.maximum(high - low, 0)
-        if self.SPLIT:
+        if self.SPLIT and self.RULES.APART == 1:
             # In the order in which a whole piece walks its blocks.
             part = share % self.parts if self.RULES.DOWN else self.parts - 1 - share % self.parts
             end = gl.where(share >= 0, (part + 1) * many // self.parts, many)
             skipped = gl.where(share >= 0, part * many // self.parts, 0)
             low, many = low + skipped, end - skipped
+        if self.RULES.APART > 1:
+            share = (head // self.RULES.APART * blocks + n // self.SPAN) * self.RULES.APART + head % self.RULES.APART
         shared = self.heads // self.RULES.GROUP
         batch = head // shared
         return Work(self, batch, head % shared, n, low, many, share, block_base, q_offset, rows, k_offset)
@@ -206,7 +209,7 @@ class Work:
             far, end, last = sequence_row(self.k_offset, self.scheduler.columns, row)
             at = far, end, self.head, last, 0
         else:
-            at = self.batch, self.head, row, 0
+            at = self.batch, self.head // self.scheduler.RULES.APART, row, 0
         return at
 
     @gluon.jit

@@ -51,7 +51,7 @@ def fwd(
     ahead, back, packed = right < UNBOUNDED, left < UNBOUNDED, cu_q is not None
     longest = rows if cu_q is None else min(rows, max_q or rows // max(1, cu_q.numel() - 1))
     programs = device.of(q).multiprocessors
-    groups = consumer_groups(D, batch * heads, longest, ahead, packed, programs)
+    groups = consumer_groups(D, batch * heads, longest, left, right, packed, programs)
     all_heads, tiles, high = batch * heads, triton.cdiv(rows, 64 * groups), 64 * groups
     listed, group, wide, pairs = None, heads // k.shape[1], triton.next_power_of_2(D), 0
     BN = 64 if D > 128 or (D > 64 and groups == 3) else 128
