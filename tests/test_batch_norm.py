@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional as F
 
 import ridgeline
+from ridgeline import device as devices
 from ridgeline import nn
-from ridgeline.boundary import INTERPRETED
+from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.op import RidgelineError
 
 pytestmark = pytest.mark.kernels
@@ -103,6 +104,24 @@ def test_modules(momentum: float | None, device: str) -> None:
     wanted = torch.relu(torch.nn.BatchNorm2d(6).to(device)(x) + add)
     torch.testing.assert_close(fused(x, add), wanted, rtol=1e-4, atol=1e-5)
     assert nn.BatchNorm2d(6, track_running_stats=False).to(device).eval()(x).shape == x.shape
+
+
+@pytest.mark.parametrize(("images", "started"), [(3, ["_sums", "_spread"]), (900, ["_sums", "_total", "_spread"])])
+def test_a_single_parts_sums_need_no_second_kernel(images: int, started: list[str]) -> None:
+    x, w, b, mean = (torch.randn(n, device="meta") for n in ((images, 12, 7, 9), 12, 12, 12))
+    leaves = [t.requires_grad_() for t in (x, w, b)]
+    seen: list[Launch] = []
+    with devices.pretend("h200"), observe(seen.append):
+        y = ridgeline.batch_norm(x, mean, mean, w, b)
+        torch.autograd.grad(y, leaves, torch.empty_like(y))
+    assert [launch.kernel.__name__ for launch in seen] == ["_apply", *started]
+
+
+def test_evaluation_takes_statistics_that_a_graph_may_not_change() -> None:
+    """The registered op of evaluation changes none of its arguments, so torch.compile copies none."""
+    schema = torch.ops.ridgeline.batch_norm_eval.default._schema
+    assert not schema.is_mutable
+    assert torch.ops.ridgeline.batch_norm_fwd.default._schema.is_mutable
 
 
 def test_refusals(device: str) -> None:

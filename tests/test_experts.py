@@ -8,8 +8,10 @@ import torch
 
 import ridgeline
 from graphs import captured
+from ridgeline import device as devices
 from ridgeline.lab.measurement.law import Law
 from ridgeline.op import Op, get
+from ridgeline.select import select, why_not
 
 pytestmark = pytest.mark.kernels
 
@@ -18,9 +20,9 @@ def ends_of(sizes: list[int], device: str) -> torch.Tensor:
     return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
 
 
-def holds(op: Op, *args: Any, **kwargs: Any) -> None:
-    """Fails unless the rung `triton` passes the law and repeats its bits."""
-    law, rung = Law(op, list(args), kwargs), op.implementations["triton"]
+def holds(op: Op, *args: Any, impl: str = "triton", **kwargs: Any) -> None:
+    """Fails unless a rung passes the law and repeats its bits."""
+    law, rung = Law(op, list(args), kwargs), op.implementations[impl]
     first, again = law.run(rung), law.run(rung)
     verdict = law.judge(*first)
     assert verdict.ok, verdict.reason()
@@ -223,3 +225,74 @@ def test_layers_in_bfloat16(tokens: int, sizes: tuple[int, ...]) -> None:
         gate_up.mul_(sizes[2] ** -0.5)
         down.mul_(sizes[3] ** -0.5)
     holds(get("moe"), x, weights, indices, gate_up, down)
+
+
+def served(name: str) -> None:
+    """Skips a test of a rung for Hopper on other GPUs."""
+    x = torch.zeros(8, 8, dtype=torch.float16, device="cuda" if torch.cuda.is_available() else "cpu")
+    reason = why_not(get("grouped_matmul").implementations[name], x, x[None], torch.zeros(1, dtype=torch.int32))
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "K", "N", "turned"),
+    [([70, 0, 33, 130], 136, 200, True), ([0, 0, 9], 72, 24, False), ([129], 80, 264, True), ([0, 0], 64, 64, False)],
+    ids=str,
+)
+def test_copies_that_end_at_a_groups_end(sizes: list[int], K: int, N: int, turned: bool, device: str) -> None:
+    """Rows past the last end, and of other groups, hold what would show: infinities and NaN."""
+    served("triton_tma")
+    total, G, op = sum(sizes), len(sizes), get("grouped_matmul")
+    x = torch.randn(total + 5, K, device=device).half().requires_grad_()
+    w = torch.randn((G, N, K) if turned else (G, K, N), device=device).half()
+    w = (w.mT if turned else w).detach().requires_grad_()
+    bias, ends = torch.randn(G, N, device=device).half().requires_grad_(), ends_of(sizes, device)
+    holds(op, x, w, ends, bias=bias, impl="triton_tma")
+    with torch.no_grad():
+        x[total:] = math.inf
+    y = ridgeline.grouped_matmul(x, w, ends, impl="triton_tma")
+    assert y.isfinite().all()
+    assert not y[total:].any()
+    dy = torch.ones_like(y)
+    first = next((g for g, size in enumerate(sizes) if size), None)
+    if first is not None:
+        dy[: sizes[first]] = math.nan
+    dy[total:] = math.nan
+    (dw,) = torch.autograd.grad(y, (w,), dy)
+    assert dw.shape == w.shape
+    assert dw.stride() == w.stride()
+    for g in range(G):
+        assert dw[g].isnan().any() == (g == first)
+        assert bool(dw[g].any()) == (sizes[g] > 0)
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_moe_with_sorted_tokens(skewed: bool, device: str) -> None:
+    served("triton_tma")
+    T, E, k, H, I = 90, 4, 2, 136, 72
+    sizes = (T, H), (T, k), (E, 2 * I, H), (E, H, I)
+    x, weights, gate_up, down = (torch.randn(s, device=device).half().requires_grad_() for s in sizes)
+    indices = torch.full((T, k), 2, device=device) if skewed else torch.randint(0, E, (T, k), device=device)
+    holds(get("moe"), x, weights, indices, gate_up, down, impl="triton_tma")
+    with torch.no_grad():
+        indices = indices.clone()
+        indices[3, 1] = E
+        if device == "cuda":
+            y = ridgeline.moe(x, weights, indices, gate_up, down, impl="triton_tma")
+            assert y.isnan().any(1).nonzero().flatten().tolist() == [3]
+
+
+def test_which_calls_are_served_by_tma() -> None:
+    def chosen(T: int, G: int, K: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        x, w = torch.empty(T, K, device="meta", dtype=dtype), torch.empty(G, K, 64, device="meta", dtype=dtype)
+        with devices.pretend("sm_90"):
+            return select(get("grouped_matmul"), None, x, w, torch.empty(G, dtype=torch.int32, device="meta")).name
+
+    assert chosen(2048, 8, 256) == "triton_tma"
+    assert chosen(768, 8, 256) == "triton"
+    assert chosen(2048, 8, 252) == "triton"
+    assert chosen(2048, 8, 256, torch.float32) == "triton"
+    with devices.pretend("sm_100"):
+        x = torch.empty(2048, 256, device="meta", dtype=torch.bfloat16)
+        assert "sm_90" in str(why_not(get("grouped_matmul").implementations["triton_tma"], x, x[None]))

@@ -241,3 +241,24 @@ def test_numbers_in_a_bundle_are_compared_as_triton_specialises() -> None:
     code = [inspect.of_launch(one).texts["ptx"] for one in launched[:4]]
     assert code[1] == code[2]
     assert code[0] not in code[1:]
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("UMOV UR4, 0x400 ;\nUIADD3 UR5, UP1, UR4, 0x40, URZ ;\nIADD3 R0, R1, UR5, RZ ;", []),
+        ("UIADD3 UR11, UP2, UR11, 0x40, URZ ;\nUIADD3.X UR12, UR12, -0x7fffffe0, URZ, UP2, !UPT ;", ["UR11", "UR12"]),
+        ("ULDC.64 UR4, c[0x0][0x208] ;\nLDG.E.128 R4, desc[UR4][R2.64] ;", []),
+        ("ULDC UR4, c[0x0][0x208] ;\nLDG.E.128 R4, desc[UR4][R2.64] ;", ["UR5"]),
+        ("ULDC.64 UR6, c[0x0][0x208] ;\nHGMMA.64x32x16.F32 R24, R88, gdesc[UR4].tnspB, R24 ;", []),
+        ("ULDC.64 UR6, c[0x0][0x208] ;\nHGMMA.64x32x16.F32 R24, gdesc[UR4].tnspB, R24 ;", ["UR4", "UR5"]),
+        ("R2UR P2, UR13, R16 ;\nSTS.64 [R0+UR13], R4 ;", []),
+        ("@P0 BRA `(.L_x_1) ;\nUMOV UR4, URZ ;\n.L_x_1:\nIADD3 R0, R1, UR4, RZ ;", []),  # on one path at least
+        ("BRA `(.L_x_1) ;\nUMOV UR4, URZ ;\n.L_x_1:\nIADD3 R0, R1, UR4, RZ ;", ["UR4"]),
+        (".L_x_1:\n@P1 IADD3 R0, R1, UR4, RZ ;\nUMOV UR4, URZ ;\n@P0 BRA `(.L_x_1) ;", []),  # in a later turn
+        ("BRA `(.L_x_2) ;\n.L_x_1:\nIADD3 R0, R1, UR4, RZ ;\nEXIT ;\n.L_x_2:\nUMOV UR4, 0x1 ;\nBRA `(.L_x_1) ;", []),
+    ],
+)
+def test_registers_that_nothing_has_written(code: str, found: list[str]) -> None:
+    text = "\n".join(line if line.startswith(".") else f"        /*0040*/   {line}" for line in code.split("\n"))
+    assert disassembly.unwritten(text) == found

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import ridgeline
-from ridgeline import device
+from ridgeline import boundary, device
+from ridgeline.cuda import CudaKernel
 from ridgeline.op import RidgelineError, get
 from ridgeline.select import eager, select, why_not
 
@@ -121,6 +122,36 @@ def test_regimes_of_softmax_refuse_rows_that_they_cannot_hold_or_count() -> None
             assert str(most + 1) in str(why_not(rungs[name], meta(3, most + 1)))
         assert why_not(rungs["cuda_block"], meta(3, 20000)) is None
         assert "shared memory" in str(why_not(rungs["cuda_block"], meta(3, 30000)))
+
+
+def test_rows_of_softmax_go_by_length() -> None:
+    """Warps take up to 1024 columns that 16 bytes divide, clusters wide rows, tiles the rest."""
+    half = torch.bfloat16
+    for name in ("softmax", "log_softmax"):
+        with device.pretend("h200"):
+            for x, expected in (
+                (meta(9, 16), "cuda_warp"),
+                (meta(9, 1024, dtype=half), "cuda_warp"),
+                (meta(9, 17), "triton"),
+                (meta(9, 20, dtype=half), "triton"),
+                (meta(9, 2048, dtype=half), "triton"),
+                (meta(9, 4096, dtype=half), "cuda_cluster"),
+            ):
+                assert select(get(name), None, x, kernels=True).name == expected, (name, x.shape)
+
+
+@pytest.mark.parametrize("columns", [16384, 32768])
+def test_long_rows_of_softmax_in_tiles_and_clusters(columns: int) -> None:
+    """The cluster's rung gives 16384 columns to tiles, forward of any dtype and log_softmax's backward in float32."""
+    for name, dtype, backward in (("softmax", torch.bfloat16, False), ("log_softmax", torch.float32, True)):
+        seen: list[Any] = []
+        x = meta(9, columns, dtype=dtype).requires_grad_()
+        with device.pretend("h200"), boundary.observe(seen.append):
+            y = getattr(ridgeline, name)(x)
+            if backward:
+                torch.autograd.grad(y, x, meta(9, columns, dtype=dtype))
+        kernels = {"cuda" if isinstance(launch.kernel, CudaKernel) else "triton" for launch in seen}
+        assert kernels == {"triton" if columns == 16384 else "cuda"}
 
 
 @pytest.mark.parametrize(("card", "dtype", "n", "allowed", "expected"), [

@@ -367,6 +367,24 @@ def test_a_kind_may_lack_tensors_and_have_strides(monkeypatch: pytest.MonkeyPatc
     assert several(x, w, None) == several(x, w, "triton") == (None, 3)
 
 
+def test_calls_left_to_pytorch_are_remembered_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+
+    @by_kind(1, plain=True)
+    def look(x: torch.Tensor, groups: int) -> tuple[str, int]:
+        looks.append(groups)
+        return "plain", groups
+
+    x = torch.randn(3)
+    look(x, 2)
+    look(x, 2)
+    assert looks == [2, 2]  # on a CPU, where values are examined
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert look(x, 2) == look(x, 2) == ("plain", 2)
+    assert look(x, 1) == ("plain", 1)
+    assert looks == [2, 2, 2, 1]
+
+
 def test_the_docstring_of_codegen_shows_what_it_writes(started: Started) -> None:
     """Its example is what `by_kind`, the front of a registered op and a plan of one kernel are."""
     launch = door(started)

@@ -97,6 +97,15 @@ def test_what_serves_what() -> None:
         assert serves((4, 8, 32), (1, 0, 2)) == serves((4, 8, 32), (2, 1, 0)) == "triton"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
+def test_rows_that_begin_anywhere(dtype: torch.dtype) -> None:
+    """Odd sides, several matrices and an x that begins between multiples of 16 bytes."""
+    for *shape, shift in ((131, 137, 1), (3, 270, 265, 3), (2, 35, 130, 0), (257, 3, 1), (5, 2, 301, 0)):
+        x = torch.randint(100, (torch.Size(shape).numel() + shift,), device="cuda").to(dtype)[shift:].view(shape)
+        assert torch.equal(ridgeline.transpose(x, impl="cuda_packed"), x.mT), shape
+
+
 def test_refusals(device: str) -> None:
     x = torch.randn(2, 3, 4, device=device)
     for dims in ((0, 1), (0, 1, 1), (0, 1, 3), (0.0, 1, 2), 5, "abc", (0, 1, -3)):

@@ -12,6 +12,7 @@ about a third.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -262,6 +263,7 @@ def launch(
     args: the runtime arguments in order; the first is a tensor or a tuple that begins with one. Give a tensor
         descriptor as a `TensorMap`. Tuples and NamedTuples of arguments may be nested.
     constants: the constexpr parameters and compile options (num_warps, num_stages, ...) by name; macros for CUDA C++.
+        `assembler="newer"` takes the ptxas that Triton brings for Blackwell, where the other one makes wrong code.
     config: a function that returns the tile configuration, merged into `constants`. It is called once for each
         combination of argument kinds, constants and `key`.
     key: whatever else the configuration depends on.
@@ -292,7 +294,7 @@ def launch(
         if devices.stand_in is not None or 0 in grid:
             return
         if interpreted:
-            options = ("num_warps", "num_stages", "maxnreg", "num_ctas")
+            options = ("num_warps", "num_stages", "maxnreg", "num_ctas", "assembler")
             taken = {k: v for k, v in constants.items() if k not in options}
             kernel[grid](*_made(kernel, args, constants), **taken)
             return
@@ -435,7 +437,24 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> A
     if any([isinstance(a, tuple) for a in args]):
         marked = [p.do_not_specialize for p in kernel.params]
         args = tuple([loose(a) if isinstance(a, tuple) and free else a for a, free in zip(args, marked)])
-    return kernel.warmup(*args, grid=(1,), **constants)
+    with _assembler(constants) as constants:
+        return kernel.warmup(*args, grid=(1,), **constants)
+
+
+@contextmanager
+def _assembler(constants: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields constants without `assembler`, inside which Triton assembles as it says.
+
+    ptxas 12.8, which Triton 3.6 and 3.7 take for Hopper, lets some products read where no operand is; the tests look
+    for it by `unwritten` of lab/analysis/disassembly.py. Triton also brings a newer one, for Blackwell. A user's own
+    choice by TRITON_PTXAS_PATH stays. The option in the kernel's key keeps its cubin apart from the other's."""
+    taken = {k: v for k, v in constants.items() if k != "assembler"}
+    if len(taken) == len(constants) or "TRITON_PTXAS_PATH" in os.environ:
+        yield taken
+        return
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas_blackwell.path
+        yield taken | {"ptx_options": "--opt-level=3"}
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:

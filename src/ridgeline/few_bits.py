@@ -23,13 +23,15 @@ from ridgeline.op import RidgelineError
 
 KINDS = {"int8": "int8_linear", "int4": "int4_linear", "fp8": "fp8_matmul"}  # and the op that computes each
 TRAINING = "fp8-training"  # keeps the weights; `hf.patch` alone takes it
+EXPERTS = "mxfp4"  # for experts; linear layers stay in full. `hf.patch` alone takes it
 LAYERS: dict[type, str] = {Int8Linear: "int8_linear", Int4Linear: "int4_linear", Fp8InferenceLinear: "fp8_matmul"}
 GROUPS = (128, 64, 32)
 INDEX = "model.safetensors.index.json"
 
 
-def check_kind(op: str, kind: Any, training: bool = False) -> None:
-    kinds = [*KINDS, *([TRAINING] if training else [])]
+def check_kind(op: str, kind: Any, models: bool = False) -> None:
+    """models: of transformers, whose experts and whose training are quantised too."""
+    kinds = [*KINDS, *([EXPERTS, TRAINING] if models else [])]
     if kind not in kinds:
         raise RidgelineError(f"{op}: quantize must be None or one of {', '.join(map(repr, kinds))}, got {kind!r}")
 
@@ -38,6 +40,8 @@ def refusal(linear: nn.Module, kind: str) -> str | None:
     """Returns why a layer cannot be quantised so, or None."""
     if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
         return "it is no plain nn.Linear"
+    if kind == EXPERTS:
+        return f"{kind} is for experts"
     columns, rows = linear.in_features, linear.out_features
     if columns % 8 or rows % 8:
         return f"its sizes {rows} x {columns} are no multiples of 8"

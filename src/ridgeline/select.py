@@ -141,7 +141,7 @@ def _able(op: Op, dtype: torch.dtype, index: int | None, pretended: devices.Devi
     return _able_here(op, dtype, index)
 
 
-def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor, ...], *inputs: Any) -> Any:
+def run(op: Op, direction: str, impl: str | None, outputs: tuple[torch.Tensor | None, ...], *inputs: Any) -> Any:
     """Inside a registered op, fills the outputs by the implementation that serves the call; does nothing while tracing.
 
     Returns what the launcher returns."""
@@ -181,7 +181,12 @@ def eager(op: Op, impl: str | None, *args: Any, **options: Any) -> Implementatio
 
 
 def by_kind(
-    leading: int, *, optional: int = 0, others: Sequence[str] | None = None, strides: bool = False
+    leading: int,
+    *,
+    optional: int = 0,
+    others: Sequence[str] | None = None,
+    strides: bool = False,
+    plain: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator for a function that examines an op's arguments: it caches the findings by kind of call.
 
@@ -191,6 +196,7 @@ def by_kind(
     types, and whether autocast is on. The function may use nothing else: it checks values only if they are `readable`.
     others: the annotations of the other arguments, if the function takes any number. The function raises for an
     argument that its annotation does not allow.
+    plain: also cache calls on a GPU that plain PyTorch serves; its rungs' `supports` may then use the same facts alone.
     """
 
     def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -200,7 +206,7 @@ def by_kind(
 
         def learn(key: Any, *args: Any) -> tuple[Any, ...]:
             found = look(*args)
-            if found[0] is None:
+            if found[0] is None or plain:
                 if len(known) >= KINDS:
                     known.clear()
                 known[key] = found

@@ -4,6 +4,7 @@ import pytest
 import torch
 from models import assert_same, pair, step, tokens
 
+import ridgeline
 from ridgeline import hf, recomputation
 
 
@@ -29,7 +30,7 @@ def saved(model: torch.nn.Module, ids: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Phi3", "Gemma2", "Olmo2"])
-@pytest.mark.parametrize("memory", ["recompute", "products"])
+@pytest.mark.parametrize("memory", ["recompute", "products", "products:1"])
 def test_gradients(name: str, memory: str) -> None:
     own, ours = pair(name)
     hf.patch(ours, memory=memory)
@@ -46,13 +47,18 @@ def test_bytes_saved() -> None:
     own, ours = pair("Llama", intermediate_size=256)
     ids = tokens(2, 64)
     used = {"own": saved(own, ids)}
-    for memory in (None, "recompute", "products"):
-        hf.patch(ours, memory=memory)
+    for memory in (None, "recompute", "products", "products:1", "products:99"):
+        report = str(hf.patch(ours, memory=memory))
         used[str(memory)] = saved(ours, ids)
+        assert ("backward makes its products again" in report) == str(memory).startswith("products")
     row = 2 * 64 * 4 * own.config.num_hidden_layers  # bytes of a float32 per token and layer
     assert used["None"] <= used["own"] - 256 * row
     assert used["recompute"] == used["None"] - 2 * 64 * row
-    assert used["products"] == used["recompute"] - 2 * 256 * row
+    assert used["products"] == used["products:99"] == used["recompute"] - 2 * 256 * row
+    assert used["products:1"] == used["recompute"] - 2 * 256 * row // own.config.num_hidden_layers
+    for wrong in ("products:0", "products:x", "all", 3):
+        with pytest.raises(ridgeline.RidgelineError, match="'products:4' for four layers"):
+            hf.patch(ours, memory=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -67,7 +67,10 @@ def test_layers_that_do_not_fit_stay() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"quantize": "int3"}, "quantize must be None or one of 'int8', 'int4', 'fp8', 'fp8-training', got 'int3'"),
+        (
+            {"quantize": "int3"},
+            "quantize must be None or one of 'int8', 'int4', 'fp8', 'mxfp4', 'fp8-training', got 'int3'",
+        ),
         ({"quantize": "int8", "memory": "recompute"}, "memory is for training, and quantize for inference"),
     ],
 )

@@ -1,7 +1,7 @@
 """Forwards that replace those of experts and their routers, and an entry in transformers' table of experts.
 
 `patch` sets them on instances, as `modules` has it. `register` adds "ridgeline" to the table, so that a model may also
-be told `set_experts_implementation("ridgeline")`.
+be told `set_experts_implementation("ridgeline")`. With `patch(quantize=)` a module `FewBitExperts` takes their place.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import ridgeline
+from ridgeline.few_bits import GROUPS
 from ridgeline.hf.report import fall_back
+from ridgeline.nn import QuantizedMoE
 
 NAME = "ridgeline"
+CODES = ("int8", "int4", "mxfp4")  # what `moe` takes
 
 
 def experts(
@@ -34,6 +37,68 @@ def experts(
     # Over several ranks, `parallel.models` puts another function there.
     moe: Any = getattr(module, "spread_moe", None) or ridgeline.moe
     return moe(hidden_states, weights, indices, gate_up, down, **biases, limit=limit, **unit)
+
+
+class FewBitExperts(nn.Module):
+    """A model's experts in few bits, by `ridgeline.moe` with scales, for inference. Its routers stay the model's.
+
+    Buffers: gate_up_proj and down_proj hold codes (E, 2 I, H) and (E, H, I) of `kind`, gate_up_scale and down_scale
+    scales, gate_up_zero and down_zero int4's zeros or None, as in `nn.QuantizedMoE`; gate_up_bias and down_bias too.
+    unit: the activation and limit that `moe` takes."""
+
+    def __init__(self, kind: str, unit: dict[str, Any], **tensors: torch.Tensor | None):
+        super().__init__()
+        self.kind, self.unit = kind, unit
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, kind: str, *, names: dict[str, str], unit: dict[str, Any], transposed: bool
+    ) -> FewBitExperts:  # fmt: skip
+        """Quantises a module's experts. `experts` says what the other arguments are; `refusal`, what is left."""
+        given: Any = {role: getattr(module, name) for role, name in names.items()}
+        made: dict[str, torch.Tensor | None] = {}
+        for role in ("gate_up", "down"):
+            weight = (given[role].mT if transposed else given[role]).detach()
+            coded = QuantizedMoE.codes(weight, kind, QuantizedMoE.group_of(kind, None, weight.shape[2]))
+            made |= {f"{role}_{part}": t for part, t in zip(("proj", "scale", "zero"), coded, strict=True)}
+            bias = given.get(f"{role}_bias")
+            made[f"{role}_bias"] = None if bias is None else bias.detach()
+        limit = float(given["limit"]) if given.get("limit") else None
+        return cls(kind, unit | {"limit": limit}, **made).train(module.training)
+
+    def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        held: Any = self
+        zeros = None if held.gate_up_zero is None else (held.gate_up_zero, held.down_zero)
+        given = {"scales": (held.gate_up_scale, held.down_scale), "zeros": zeros, **self.unit}
+        given |= {"gate_up_bias": held.gate_up_bias, "down_bias": held.down_bias}
+        return ridgeline.moe(hidden_states, weights, indices, held.gate_up_proj, held.down_proj, **given)
+
+    def numel(self) -> int:
+        """The number of the experts' weights."""
+        held: Any = self
+        return (held.gate_up_proj.numel() + held.down_proj.numel()) * (1 if self.kind == "int8" else 2)
+
+    def extra_repr(self) -> str:
+        E, width, _ = self.get_buffer("gate_up_proj").shape
+        hidden = self.get_buffer("down_proj").shape[1]
+        return f"experts={E}, hidden={hidden}, intermediate={width // 2}, kind={self.kind!r}"
+
+
+def refusal(module: nn.Module, kind: str, *, names: dict[str, str], transposed: bool, **_: Any) -> str | None:
+    """Returns why experts of a known form cannot be quantised so, or None."""
+    if getattr(module, "_is_expert_parallel", False) or getattr(module, "spread_moe", None):
+        return "its experts are spread over ranks"
+    if kind not in CODES:
+        return f"moe has no experts of {kind}"
+    for role in ("gate_up", "down"):
+        weight: Any = getattr(module, names[role])
+        columns = weight.shape[1 if transposed else 2]
+        sizes = (2,) if kind == "int8" else (32,) if kind == "mxfp4" else GROUPS
+        if not any(columns % g == 0 for g in sizes):
+            return f"no group of {', '.join(map(str, sizes))} divides {columns} columns"
+    return None
 
 
 def router(

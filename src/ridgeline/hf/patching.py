@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from ridgeline.nn import fp8_forward
 from ridgeline.op import RidgelineError
 
 MEMORY = (None, "recompute", "products")
+PART = re.compile(r"products:([1-9]\d*)")  # a policy for the first layers
 INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # products of a normalised input
 OURS = (
     modules.rms_norm,
@@ -70,6 +72,12 @@ class _Planner:
         self.facts: dict[str, Any] = self.config.to_dict()  # where a value per layer is a list
         self.width = 2  # bytes of an element in training
         self.turned = frozenset(_to_quantize(model, quantize)) if quantize else frozenset()
+        self.turned_experts = frozenset(_experts_to_quantize(model, quantize)) if quantize else frozenset()
+        part = PART.fullmatch(memory or "")
+        self.again = (
+            int(part[1]) if part else None if memory == "products" else 0
+        )  # layers whose products are; None: all
+        self.layers: list[str] = []  # of feed-forward layers, in the model's order
 
     def note(
         self, name: str, module: Any, part: str, op: str | None, reason: str = "", act: Any = None, **cost: float
@@ -86,6 +94,8 @@ class _Planner:
             kind: Any = type(module)
             if module is head:
                 self.head(name, module)
+            elif type(module) is experts.FewBitExperts:
+                self.few_bit_experts(name, module, module.kind)
             elif hasattr(module, "gate_up_proj") and isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
                 self.experts(name, module)
             elif kind.__name__.endswith("Router"):
@@ -208,8 +218,13 @@ class _Planner:
         reason = _replaced(module) or (None if activation else "its activation is not known")
         if reason:
             return self.note(name, module, "mlp", None, reason, **cost)
-        gate, again = "silu_mul" if activation == "silu" else "gelu_mul", self.memory == "products"
-        remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", ""
+        self.layers.append(name)
+        gate, again = (
+            "silu_mul" if activation == "silu" else "gelu_mul",
+            self.again is None or len(self.layers) <= self.again,
+        )
+        made = "backward makes its products again" if again else ""
+        remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", made
         if facts.merged:
             no_bias = getattr(module, names["gate_up"]).bias is None
             fused = no_bias and all(modules.plain_linear(m) and m in own for m in layers)
@@ -221,11 +236,20 @@ class _Planner:
         return self.note(name, module, "mlp", "gated_linear" if fused else gate, remark[fused], act, **cost)
 
     def experts(self, name: str, module: Any) -> None:
-        cost = {"flops": _experts(module, self.config)}
+        cost, remark = {"flops": _experts(module, self.config)}, ""
+        if name in self.turned_experts and self.quantize:
+            return self.few_bit_experts(name, module, self.quantize)
         found = _expert_form(module)
         if isinstance(found, str) or (reason := _replaced(module)):
             return self.note(name, module, "experts", None, found if isinstance(found, str) else reason, **cost)  # type: ignore[arg-type]
-        return self.note(name, module, "experts", "moe", "", _set(module, experts.experts, **found), **cost)
+        if self.quantize and self.quantize != few_bits.TRAINING:
+            remark = f"in full: {experts.refusal(module, self.quantize, **found) or 'it is in no repeated layer'}"
+        return self.note(name, module, "experts", "moe", remark, _set(module, experts.experts, **found), **cost)
+
+    def few_bit_experts(self, name: str, module: Any, kind: str) -> None:
+        flops = _experts(module, self.config)
+        row = Row(name, type(module).__name__, "experts", "moe", f"weights of {kind}", flops=flops)
+        self.plans.append((row, lambda: None))
 
     def router(self, name: str, module: Any) -> None:
         form = syntax.class_form(type(module))
@@ -346,8 +370,9 @@ def _windows(config: Any) -> bool:
 
 def _experts(module: Any, config: Any) -> float:
     used = getattr(config, "num_experts_per_tok", 1) or 1
-    total = module.gate_up_proj.shape[0]
-    return 2.0 * (module.gate_up_proj.numel() + module.down_proj.numel()) * used / total
+    few = isinstance(module, experts.FewBitExperts)
+    numel = module.numel() if few else module.gate_up_proj.numel() + module.down_proj.numel()
+    return 2.0 * numel * used / module.gate_up_proj.shape[0]
 
 
 def _expert_form(module: Any) -> dict[str, Any] | str:
@@ -428,6 +453,18 @@ def _to_quantize(model: nn.Module, kind: str) -> list[str]:
     ]  # fmt: skip
 
 
+def _experts_to_quantize(model: nn.Module, kind: str) -> dict[str, dict[str, Any]]:
+    """Returns the experts in the repeated layers that quantize replaces, and how `experts.experts` computes them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules():
+        held = isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
+        form = _expert_form(module) if held and _replaced(module) is None else ""
+        repeated = any(part.isdecimal() for part in name.split("."))
+        if not isinstance(form, str) and repeated and experts.refusal(module, kind, **form) is None:
+            found[name] = form
+    return found
+
+
 def plan(
     model: nn.Module, only: Iterable[str] | None, memory: str | None = None, quantize: str | None = None
 ) -> tuple[Report, list[Plan]]:
@@ -454,23 +491,28 @@ def patch(
     as they are.
     only: which of "norm", "rotary", "mlp", "experts", "attention", "recurrent" and "loss"; None means all.
     memory: what backward makes again instead of saving it. None: the gated product of feed-forward layers, which costs
-    next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products.
+    next to nothing. "recompute": also the normalised inputs of products. "products": also the gate's and up's products;
+    "products:4": those of the first four layers, where the memory is freed last.
     strict: raises RidgelineError if a module of these parts is left alone.
     quantize: "int8", "int4" or "fp8": replaces the linear layers inside the repeated layers by `nn.Int8Linear`,
-    `nn.Int4Linear` or `nn.Fp8InferenceLinear`, for inference. Embeddings and the last layer stay. The weights in full
-    are dropped, so `unpatch` refuses such a model.
+    `nn.Int4Linear` or `nn.Fp8InferenceLinear`, for inference. Embeddings and the last layer stay. "int8", "int4" and
+    "mxfp4", which leaves linear layers alone, also replace experts of known forms by codes that `ridgeline.moe` takes.
+    The weights in full are dropped, so `unpatch` refuses such a model.
     "fp8-training": the same layers keep their weights and train in 8 bits, by `ridgeline.fp8_linear` with one scale for
     each matrix; `unpatch` takes that back.
     Raises RidgelineError if the model is none of transformers', or an argument is none of these.
     """
     if quantize is not None:
-        few_bits.check_kind("hf.patch", quantize, training=True)
+        few_bits.check_kind("hf.patch", quantize, models=True)
         if memory is not None:
             if quantize == few_bits.TRAINING:
                 raise RidgelineError(f"hf.patch: layers of {quantize} keep 8-bit copies for backward: leave out memory")
             raise RidgelineError("hf.patch: memory is for training, and quantize for inference: give one of them")
-    if memory not in MEMORY:
-        raise RidgelineError(f"hf.patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
+    if memory not in MEMORY and not (isinstance(memory, str) and PART.fullmatch(memory)):
+        known = ", ".join(map(repr, MEMORY))
+        raise RidgelineError(
+            f"hf.patch: memory must be one of {known}, or 'products:4' for four layers; got {memory!r}"
+        )
     _restore(model)
     report, plans = plan(model, only, memory, quantize)
     left = [r for r in report.left() if r.part in PARTS and r.reason != "not asked for"]
@@ -478,6 +520,9 @@ def patch(
         raise RidgelineError(f"{left[0].name} ({left[0].kind}) is left alone: {left[0].reason}; strict=True wants all")
     if quantize is not None and quantize != few_bits.TRAINING:
         for name in few_bits.quantize(model, quantize, frozenset(_to_quantize(model, quantize)).__contains__):
+            model.get_submodule(name).__dict__["_ridgeline_of"] = quantize
+        for name, form in _experts_to_quantize(model, quantize).items():
+            few_bits.replaced(model, name, experts.FewBitExperts.of(model.get_submodule(name), quantize, **form))
             model.get_submodule(name).__dict__["_ridgeline_of"] = quantize
         report, plans = plan(model, only)
     for row, act in plans:
@@ -518,7 +563,7 @@ def _restore(model: nn.Module) -> None:
 def explain(model: nn.Module, *, only: Iterable[str] | None = None, quantize: str | None = None) -> Report:
     """Returns the report that `patch` would, and changes nothing."""
     if quantize is not None:
-        few_bits.check_kind("hf.explain", quantize, training=True)
+        few_bits.check_kind("hf.explain", quantize, models=True)
     with torch.no_grad():
         return plan(model, only, quantize=quantize)[0]
 

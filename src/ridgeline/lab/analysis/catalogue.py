@@ -64,7 +64,7 @@ def rung(implementation: Implementation) -> Row:
 def explain_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("op", metavar="OP", nargs="?")
     parser.add_argument("--model", help="instead of an op: a transformers model by name or folder, without its weights")
-    parser.add_argument("--quantize", help="with --model: int8, int4 or fp8, as hf.patch would")
+    parser.add_argument("--quantize", help="with --model: int8, int4, fp8 or mxfp4, as hf.patch would")
     parser.add_argument("--case", help="the case to explain (default: the op's first)")
     parser.add_argument("--dtype", help="float32, float16 or bfloat16 (default: the case's first)")
     parser.add_argument("--device", help=f"cpu or cuda, or a card or architecture that need not be here: {names()}")

@@ -65,6 +65,62 @@ def read_sass(text: str) -> Instructions:
     return found
 
 
+def unwritten(text: str) -> list[str]:
+    """The uniform registers that SASS reads where no path has written them yet. A correct program has none.
+
+    ptxas 12.8.93, which Triton 3.6 and 3.7 bring, makes some: it moves the sum that describes a product's operand in
+    shared memory to the kernel's beginning, before the address that it adds to. The product then reads other rows, or
+    memory that is not the block's. Registers written on one path alone count as written.
+    """
+    blocks: list[list[tuple[str, set[int], set[int]]]] = [[]]
+    places, leaps = {}, {}  # a label's block; a block's branches
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if label := re.match(r"\s*(\.L\w+):", line):
+            blocks.append([])
+            places[label[1]] = len(blocks) - 1
+        elif found := re.match(r"\s*(@!?U?P\w+\s+)?([A-Z]\w*)([.\w]*)\s*(.*?);", line):
+            always, opcode, operands = found[1] is None or "PT" in found[1], found[2], found[4]
+            blocks[-1].append((operands, *_uniform(opcode, found[3], operands)))
+            if opcode in ("BRA", "BRX", "BRXU", "JMP", "JMX", "CALL", "WARPSYNC", "BSSY", "EXIT", "RET"):
+                leaps[len(blocks) - 1] = (re.findall(r"\.L\w+", operands), opcode[-1] in "XU", opcode, always)
+                blocks.append([])
+    known: dict[int, set[int]] = {0: set()}
+    waiting: list[int] = [0]
+    faults: dict[int, set[int]] = {}
+    while waiting:
+        block = waiting.pop()
+        written, faults[block] = set(known[block]), set()
+        for _, reads, writes in blocks[block]:
+            faults[block] |= reads - written
+            written |= writes
+        labels, anywhere, opcode, always = leaps.get(block, ([], False, "", False))
+        after = [places[name] for name in (labels or (places if anywhere else ())) if name in places]
+        if block + 1 < len(blocks) and not (always and opcode in ("BRA", "BRX", "BRXU", "JMP", "JMX", "EXIT", "RET")):
+            after.append(block + 1)
+        for other in after:
+            if other not in known or written - known[other]:
+                known[other] = known.get(other, set()) | written
+                waiting.append(other)
+    return [f"UR{n}" for n in sorted(set().union(*faults.values()))]
+
+
+def _uniform(opcode: str, suffixes: str, operands: str) -> tuple[set[int], set[int]]:
+    """The uniform registers that an instruction reads and writes. Of a product's four, a left side in registers leaves
+    the first two free."""
+    first, _, rest = operands.partition(",")
+    if opcode in ("R2UR", "ELECT", "VOTEU") and re.fullmatch(r"\s*U?P\w+\s*", first):
+        first, _, rest = rest.partition(",")
+    target = re.fullmatch(r"\s*UR(\d+)\s*", first)
+    count = 4 if ".128" in suffixes else 2 if ".64" in suffixes or ".WIDE" in suffixes else 1
+    writes = set(range(int(target[1]), int(target[1]) + count)) if target else set()
+    reads = set()
+    for kind, number in re.findall(r"(g?desc\[)?\bUR(\d+)\b", rest if target else operands):
+        n = int(number)
+        left = kind == "gdesc[" and re.match(r"\s*R\d", rest)
+        reads |= set(range(n + 2 if left else n, n + {"gdesc[": 4, "desc[": 2}.get(kind, 1)))
+    return reads, writes
+
+
 _SASS_WIDTHS = {"256": 32, "128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 

@@ -70,6 +70,13 @@ class Resources:
         """Bytes of shared memory per block, static and dynamic."""
         return self.shared_static + self.shared_dynamic
 
+    @property
+    def unwritten(self) -> list[str]:
+        """Registers that the code reads before it writes them, a fault of the assembler; none without SASS."""
+        from ridgeline.lab.analysis.disassembly import unwritten
+
+        return unwritten(self.texts.get("sass", ""))
+
     def to_dict(self) -> dict[str, Any]:
         """Everything but the code, for JSON."""
         return {k: v for k, v in asdict(replace(self, texts={})).items() if k != "texts"} | {"shared": self.shared}
@@ -239,6 +246,8 @@ def compile_side_by_side(launches: Iterable[Launch], arch: str) -> None:
         AsyncCompileMode(threads),
     ):
         for launch in kernels.values():
+            if "assembler" in launch.constants:  # it must not change while other threads compile
+                continue
             boundary.compiled(launch.kernel, launch.args, launch.constants)
 
 
@@ -416,6 +425,7 @@ def _print(found: list[Resources]) -> None:
         "stores by bytes": lambda r: ", ".join(f"{n} x {w}" for w, n in r.stores.items()) or "none",
         "atomics": lambda r: str(r.atomics),
         "matrix instructions": lambda r: "\n".join(f"{n} x {m}" for m, n in r.matrix.items()) or "none",
+        "read before written": lambda r: ", ".join(r.unwritten) or ("none" if "sass" in r.texts else "not looked for"),
         "occupancy": lambda r: f"{r.occupancy:.0%}" + (f" ({r.limit})" if r.limit else ""),
         "constants": lambda r: "\n".join(f"{k}={v}" for k, v in r.constants.items()),
     }

@@ -1,11 +1,17 @@
-"""The launchers of moe in Triton: which kernels make the result and the gradients, in which order."""
+"""The launchers of moe in Triton: which kernels make the result and the gradients, in which order.
+
+With tma, products that gather no rows are those of `_products_tma`; backward copies the tokens into the pairs' order.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ridgeline.ops.experts import _few_bits, _gated, _products, _route, _weight_grads
+from ridgeline.ops.experts import _few_bits, _gated, _grouped, _products, _route
 
+HOPPER = _grouped.HOPPER
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 
@@ -13,7 +19,7 @@ _Maybe = torch.Tensor | None
 def fwd(
     y: _T, z: _T, order: _T, place: _T, ends: _T, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T,
     gate_up_bias: _Maybe, down_bias: _Maybe, activation: str, limit: float | None, interleaved: bool, how: str,
-    *few: _Maybe,
+    *few: _Maybe, tma: bool = False,
 ) -> None:  # fmt: skip
     """few: the scales and zeros of gate_up and down, if these are codes."""
     n, k, (E, width, _), H = indices.numel(), indices.shape[1], gate_up.shape, x.shape[1]
@@ -30,33 +36,61 @@ def fwd(
         gate_up = _few_bits.in_full(room, codes[0]) if codes else gate_up
         _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, *unit, how)
         down = _few_bits.in_full(room, codes[1]) if codes else down
-        _products.product(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
+        _grouped.product(tma)(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
     _route.combine(y, rows, weights, pairs, k)
 
 
 def bwd(
     dx: _T, dweights: _T, dgate_up: _T, ddown: _T, dgate_up_bias: _T, ddown_bias: _T, dy: _T, x: _T, weights: _T,
     indices: _T, gate_up: _T, down: _T, down_bias: _Maybe, z: _T, order: _T, place: _T, ends: _T, activation: str,
-    limit: float | None, interleaved: bool, how: str,
+    limit: float | None, interleaved: bool, how: str, tma: bool = False,
 ) -> None:  # fmt: skip
     n, k, (_, H, I) = indices.numel(), indices.shape[1], down.shape
     pairs = _route.Pairs(indices, order, place, ends)
     incoming, tokens = _products.rows_of(dy, order, k), _products.rows_of(x, order, k)
+    product, weight_grad = _grouped.product(tma), _grouped.weight_grad(tma)
     dh, h, dz = (x.new_empty((n, size)) for size in (I, I, 2 * I))
     sums = torch.empty((n,), dtype=torch.float32, device=x.device)
-    _products.product(dh, incoming, down, ends, None, how)
+    rows = x.new_empty((n, H) if tma or dx.numel() else 0)  # with tma of dy, then of x, then of dx
+
+    def placed(source: _T, gathered: _products.Rows) -> _products.Rows:
+        return _products.rows_of(_route.gather(rows, source, order, k)) if tma else gathered
+
+    lines = placed(dy, incoming)
+    product(dh, lines, down, ends, None, how)
     _gated.ungated(dz, h, sums, dh, z, weights, order, ends, activation == "swiglu_oai", limit, interleaved)
     if dweights.numel():
         _route.weight_grads(dweights, sums, dy, down_bias, pairs)
-    if dx.numel():
-        rows = x.new_empty((n, H))
-        _products.product(rows, _products.rows_of(dz), gate_up, ends, None, how)
-        _route.combine(dx, rows, None, pairs, k)
-    if dgate_up.numel():
-        _weight_grads.weight_grad(dgate_up, _products.rows_of(dz), tokens, n, ends, how, False)
     if ddown.numel():
-        _weight_grads.weight_grad(ddown, incoming, _products.rows_of(h), n, ends, how, False)
+        weight_grad(ddown, lines, _products.rows_of(h), n, ends, how, False)
+    if dgate_up.numel():
+        weight_grad(dgate_up, _products.rows_of(dz), placed(x, tokens), n, ends, how, False)
+    if dx.numel():
+        product(rows, _products.rows_of(dz), gate_up, ends, None, how)
+        _route.combine(dx, rows, None, pairs, k)
     if dgate_up_bias.numel():
-        _weight_grads.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
+        _grouped.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
     if ddown_bias.numel():
-        _weight_grads.bias_grad(ddown_bias, incoming, n, ends, weights)
+        _grouped.bias_grad(ddown_bias, incoming, n, ends, weights)
+
+
+def _given(*given: Any) -> tuple[_T, _T, _T]:
+    """Returns indices, gate_up and down of a call's public arguments or of a launcher's inputs."""
+    at = 3 if given[2].is_floating_point() else 2  # backward's begin with dy
+    return given[at], given[at + 1], given[at + 2]
+
+
+def refusal(*given: Any, **_: Any) -> str | None:
+    """Returns why products with tma do not take a call, or None."""
+    indices, gate_up, down = _given(*given)
+    if not gate_up.is_floating_point():
+        return "its experts are in full, and these are codes"
+    if not indices.numel():
+        return "there are no tokens"
+    return _grouped.refusal(gate_up, down)
+
+
+def unless(*given: Any, **_: Any) -> str | None:
+    """Returns why automatic choice leaves a call to `triton`, or None."""
+    indices, gate_up, _down = _given(*given)
+    return _grouped.unless(indices.numel(), gate_up.shape[0])

@@ -28,7 +28,7 @@ from ridgeline.ops.experts._products import (
     rule,
     source,
 )
-from ridgeline.tiles.activations import silu_slope
+from ridgeline.tiles.activations import sigmoid_slope, silu_slope
 
 ALPHA = tl.constexpr(1.702)
 
@@ -55,8 +55,9 @@ def unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if OAI:
-        y, slope = silu_slope(g * ALPHA, dtype)
-        y = y / ALPHA
+        share, by_share = sigmoid_slope(g * ALPHA, dtype)
+        # Not silu's product divided by ALPHA: an approximate division errs one way, in every element.
+        y, slope = g * share, share + g * ALPHA * by_share
         u += 1.0
     else:
         y, slope = silu_slope(g, dtype)

@@ -101,6 +101,14 @@ def _combine(y, given, k, H, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _gather(out, x, order, each, H, BLOCK: tl.constexpr):
+    """out_r = x_(order_r // each)."""
+    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.load(order + r) // each).to(tl.int64)
+    tl.store(out + r * H + h, tl.load(x + row * H + h, mask=h < H, other=0.0), mask=h < H)
+
+
+@triton.jit
 def _weights(dweights, sums, dy, bias, pairs, k, H, E, BLOCK: tl.constexpr):
     """dweight = the sum of its row, plus dy's product with the expert's bias, if there is one."""
     p = tl.program_id(0).to(tl.int64)
@@ -132,6 +140,16 @@ def route(pairs: Pairs, table: torch.Tensor) -> None:
         launch(_count, (spans,), table, pairs, n, E, **tile)
     rows = max(1, min(SPANS, 4096 // POW))
     launch(_put, (1 if one else spans,), pairs, None if one else table, n, E, ROWS=rows, **tile)
+
+
+def gather(out: torch.Tensor, x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    """Fills out (T k, H) with the tokens x (T, H) of the pairs in their places, and returns it; all contiguous."""
+    n, H = out.shape
+    block = min(2048, triton.next_power_of_2(H))
+    launch(
+        _gather, (n, triton.cdiv(H, block)), out, x, order, k, H, BLOCK=block, num_warps=max(1, min(4, block // 256))
+    )
+    return out
 
 
 def combine(y: torch.Tensor, rows: torch.Tensor, weights: Maybe, pairs: Pairs, k: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Columns, Cost, Op, Spec, nbytes
-from ridgeline.ops.experts import _checks, _plain, _products, _weight_grads
+from ridgeline.ops.experts import _checks, _grouped, _plain
 from ridgeline.ops.experts._arguments import Into, cast, precision
 from ridgeline.select import eager, run
 
@@ -49,17 +49,15 @@ def _add_op(main_grad: _T, dy: _T, x: _T, offsets: _T, how: str, impl: str | Non
     run(GROUPED_MATMUL, "bwd", impl, (main_grad, dy.new_empty((0, 0))), dy, x, offsets, how, True)
 
 
-def _triton(y: _T, x: _T, w: _T, offsets: _T, bias: _Maybe, how: str) -> None:
-    _products.product(y, _products.rows_of(x), w, offsets, bias, how)
+def _no_tma(first: _T, second: _T, *_: Any, **__: Any) -> str | None:
+    """first, second: x and w, or dy and x."""
+    if not _grouped.whole(first):
+        return f"it copies rows of x as they lie, and its strides are {tuple(first.stride())}"
+    return _grouped.refusal(first, second)
 
 
-def _triton_grads(dw: _T, db: _T, dy: _T, x: _T, offsets: _T, how: str, add: bool) -> None:
-    """Fills dw and db if they have elements; add: adds to dw."""
-    incoming = _products.rows_of(dy)
-    if dw.numel():
-        _weight_grads.weight_grad(dw, _products.rows_of(x), incoming, x.shape[0], offsets, how, add)
-    if db.numel():
-        _weight_grads.bias_grad(db, incoming, x.shape[0], offsets)
+def _few_rows(first: _T, second: _T, offsets: _T, *_: Any, **__: Any) -> str | None:
+    return _grouped.unless(first.shape[0], offsets.numel())
 
 
 class _Function(Function):
@@ -74,6 +72,7 @@ class _Function(Function):
     def backward(ctx: Any, dy: _T) -> Any:
         x, w, offsets, main_grad = ctx.saved_tensors
         (wants_x, wants_w, wants_b), how, impl = ctx.needs_input_grad[:3], precision(), ctx.impl
+        dy = dy.contiguous()
         dx = _fwd_op(dy, w.mT, offsets, None, how, impl) if wants_x else None
         dw = db = None
         if wants_w and main_grad is not None:
@@ -194,7 +193,17 @@ GROUPED_MATMUL.kernel(
     "triton",
     "programs walk the tiles of all groups and find each tile's group from the ends on the device",
     kind="triton",
-    fwd=_triton,
-    bwd=_triton_grads,
+    fwd=_grouped.fwd,
+    bwd=_grouped.bwd,
     served=True,
+)
+GROUPED_MATMUL.kernel(
+    "triton_tma",
+    "Hopper: copies by TMA that end at a group's end; one loop over tiles and steps",
+    kind="triton",
+    fwd=partial(_grouped.fwd, tma=True),
+    bwd=partial(_grouped.bwd, tma=True),
+    supports=_no_tma,
+    unless=_few_rows,
+    **_grouped.HOPPER,
 )

@@ -242,3 +242,13 @@ MOE.kernel(
     bwd=_experts.bwd,
     served=True,
 )
+MOE.kernel(
+    "triton_tma",
+    "Hopper: copies by TMA that end at a group's end, one loop over tiles and steps; backward sorts tokens",
+    kind="triton",
+    fwd=partial(_experts.fwd, tma=True),
+    bwd=partial(_experts.bwd, tma=True),
+    supports=_experts.refusal,
+    unless=_experts.unless,
+    **_experts.HOPPER,
+)

@@ -491,8 +491,9 @@ def reference(
 
 def _torch(
     x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None = None, *,
-    dtype: torch.dtype, **options: Any
+    dtype: torch.dtype | None = None, **options: Any
 ) -> torch.Tensor:  # fmt: skip
+    dtype = torch.promote_types(x.dtype, torch.float32) if dtype is None else dtype
     return cross_entropy.by_torch(F.linear(x, weight, bias), target, dtype=dtype, **options)
 
 

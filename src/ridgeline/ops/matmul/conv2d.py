@@ -21,7 +21,7 @@ from ridgeline.ops.matmul._activated import ACTIVATIONS, known
 from ridgeline.ops.matmul._conv import Pair, Window
 from ridgeline.ops.matmul._conv_calls import Convolution
 from ridgeline.ops.matmul.matmul import agree, in_autocast
-from ridgeline.select import eager
+from ridgeline.select import by_kind, eager
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
@@ -29,7 +29,7 @@ LAST = torch.channels_last
 
 
 def reference(
-    x: _T, weight: _T, bias: _Maybe = None, *, stride: int | Pair = 1, padding: int | Pair = 0,
+    x: _T, weight: _T, bias: _Maybe = None, stride: int | Pair = 1, padding: int | Pair = 0,
     dilation: int | Pair = 1, groups: int = 1, activation: str | None = None,
 ) -> _T:  # fmt: skip
     return ACTIVATIONS[activation or ""](F.conv2d(x, weight, bias, stride, padding, dilation, groups))
@@ -78,20 +78,29 @@ def conv2d(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, weight, bias = in_autocast(x, weight, bias)
+    plain, window, numbers = _look(x, weight, bias, stride, padding, dilation, groups, activation, impl)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, weight, bias, *window, groups, activation)
+    train = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    bias = None if bias is None else bias.contiguous()
+    y: torch.Tensor = differentiate(Convolution, x, weight, bias, numbers, activation or "", train, impl)
+    return y
+
+
+@by_kind(3, optional=1, plain=True)
+def _look(
+    x: Any, weight: Any, bias: Any, stride: int | Pair, padding: int | Pair, dilation: int | Pair, groups: int,
+    activation: str | None, impl: str | None,
+) -> tuple[Any, Window, tuple[int, ...]]:  # fmt: skip
+    """Checks a call and chooses. Returns too the options, and as the launchers take them."""
     window = Window(_pair("stride", stride, 1), _pair("padding", padding, 0), _pair("dilation", dilation, 1))
     _check(x, weight, bias, window, groups, activation)
     plain = eager(CONV2D, impl, x, weight, bias, groups=groups, activation=activation)
-    if plain is not None and plain.call is not None:
-        options = dict(zip(window._fields, window, strict=True))
-        return plain.call(x, weight, bias, **options, groups=groups, activation=activation)
-    if groups != 1:
+    if plain is None and groups != 1:
         raise RidgelineError(f"conv2d: impl={impl!r} takes groups=1, but groups is {groups}; impl='torch' takes any")
-    inputs = [t for t in (x, weight, bias) if t is not None]
-    train = torch.is_grad_enabled() and any([t.requires_grad for t in inputs])
-    bias = None if bias is None else bias.contiguous()
-    numbers = *window.stride, *window.padding, *window.dilation
-    y: torch.Tensor = differentiate(Convolution, x, weight, bias, numbers, activation or "", train, impl)
-    return y
+    return plain, window, (*window.stride, *window.padding, *window.dilation)
 
 
 def _unless(

@@ -119,6 +119,11 @@ def order_of(x: torch.Tensor, dims: Any) -> tuple[int, ...]:
     return tuple(dims) if dims is not None else (*range(many - 2), many - 1, many - 2)
 
 
+def inverse(dims: Sequence[int]) -> tuple[int, ...]:
+    """The order that undoes this one."""
+    return tuple(dims) if len(dims) == 2 else tuple(sorted(range(len(dims)), key=dims.__getitem__))
+
+
 def matrices(x: torch.Tensor, dims: Any) -> torch.Tensor | None:
     """x as contiguous matrices (batches, rows, columns) that the permutation transposes, or None."""
     if not x.is_contiguous():

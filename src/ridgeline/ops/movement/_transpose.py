@@ -17,7 +17,8 @@ from ridgeline.ops.movement._bytes import UNITS, copied, unit_of
 
 FILE = Path(__file__).with_name("transpose.cu")
 NAIVE, TILE = CudaKernel(FILE, "transpose_naive", "PPii"), CudaKernel(FILE, "transpose_tile", "PPii")
-_PACKED, _TMA = CudaKernel(FILE, "transpose_packed", "PPii"), CudaKernel(FILE, "transpose_tma", "PMMiii")
+_PACKED, _SHIFTED = (CudaKernel(FILE, f"transpose_{name}", "PPii") for name in ("packed", "shifted"))
+_TMA = CudaKernel(FILE, "transpose_tma", "PMMiii")
 GROUP = 16  # tiles across a band
 
 
@@ -32,17 +33,20 @@ def small(kernel: CudaKernel, layout: int, y: torch.Tensor, x: torch.Tensor) -> 
 
 
 def packed(y: torch.Tensor, x: torch.Tensor) -> None:
-    """Moves the widest packs that divide rows of both."""
+    """Moves 16 bytes at a time: packs of rows that these divide, else granules wherever rows begin."""
     if 1 in x.shape[-2:]:
         copied(y, x)
         return
     size, (rows, columns) = x.element_size(), x.shape[-2:]
-    pack = unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr())
-    pack = pack if pack >= 4 else size  # registers are transposed in words
-    side = max(64, 16 * pack // size) if pack < 16 else 256 // size
-    macros: dict[str, Any] = {"UNIT": UNITS[size], "PACK": pack, "SIDE": side, "GROUP": GROUP}
-    grid, shared = (_tiles(x, side, side),), side * side * size
-    launch(_PACKED, grid, y, x, rows, columns, block=256, shared=shared, **macros)
+    macros: dict[str, Any] = {"block": 256, "UNIT": UNITS[size], "GROUP": GROUP}
+    side, pack = 256 // size, 16 // size
+    if unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr()) == 16:
+        grid, shared = (_tiles(x, side, side),), side * side * size
+        launch(_PACKED, grid, y, x, rows, columns, shared=shared, **macros)
+        return
+    grid = (prod(x.shape[:-2]) * -(-(rows + pack - 1) // side) * -(-columns // side),)
+    shared = (side // pack + 1) * (pack * 272 + 16)  # PITCH and STEP in transpose.cu
+    launch(_SHIFTED, grid, y, x, rows, columns, shared=shared, **macros)
 
 
 def _rule(size: int) -> tuning.Config:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, Spec, nbytes
 from ridgeline.ops.movement import _permute
 from ridgeline.ops.movement._bytes import DRAM, DTYPES, ISSUED, SECTORS
 from ridgeline.ops.movement._transpose import NAIVE, TILE, boxes, packed, small
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op("transpose_fwd(Tensor x, int[] dims, str? impl) -> Tensor")
@@ -41,8 +41,8 @@ class _Transpose(Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        inverse = tuple(sorted(range(dy.dim()), key=ctx.dims.__getitem__))
-        return _forward(dy if ctx.impl in (None, "triton") else dy.contiguous(), inverse, ctx.impl), None, None
+        dy = dy if ctx.impl in (None, "triton") else dy.contiguous()
+        return _forward(dy, _permute.inverse(ctx.dims), ctx.impl), None, None
 
 
 def reference(x: torch.Tensor, dims: Any = None) -> torch.Tensor:
@@ -57,13 +57,19 @@ def transpose(x: torch.Tensor, dims: Sequence[int] | None = None, *, impl: str |
     Raises RidgelineError if x is not a dense tensor, if it has fewer than two dimensions and `dims` is None, if `dims`
     does not name each dimension once, or if `impl` cannot run the call.
     """
-    order = _permute.checked_order(x, dims)
-    plain = eager(TRANSPOSE, impl, x, dims=order)
+    plain, order = _look(x, dims, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, order)
     if torch.is_grad_enabled() and x.requires_grad:
         return differentiate(_Transpose, x, order, impl)
     return _forward(x, order, impl)
+
+
+@by_kind(1)
+def _look(x: Any, dims: Sequence[int] | None, impl: str | None) -> tuple[Implementation | None, tuple[int, ...]]:
+    """Checks a call and chooses. Returns too the dimensions in their new order, at least 0."""
+    order = _permute.checked_order(x, dims)
+    return eager(TRANSPOSE, impl, x, dims=order), order
 
 
 def cost(x: torch.Tensor, dims: Any = None) -> tuple[Cost, Cost]:
@@ -90,8 +96,7 @@ TRANSPOSE = Op(
     cost=cost,
     sharding=_permute.letters,
     cases=[
-        Case("33x129", (Spec(33, 129),)),
-        Case("72x200", (Spec(72, 200),)),
+        *(Case(f"{rows}x{columns}", (Spec(rows, columns),)) for rows, columns in ((33, 129), (72, 200), (1, 5))),
         Case("3 of 136x264", (Spec(3, 136, 264),)),
         Case("2x2 of 70x34", (Spec(2, 2, 70, 34),)),
         *(
@@ -103,7 +108,6 @@ TRANSPOSE = Op(
         Case("3x5x6x40 to 0, 2, 1, 3", (Spec(3, 5, 6, 40), (0, 2, 1, 3))),
         Case("3x5x6x40 to 3, 1, 0, 2", (Spec(3, 5, 6, 40), (3, 1, 0, -2))),
         Case("300x3x2 to 0, 2, 1", (Spec(300, 3, 2), (0, 2, 1))),
-        Case("1x5", (Spec(1, 5),)),
         Case("3 of 0x5", (Spec(3, 0, 5),)),
         Case("1024x1024", (Spec(1024, 1024),), use="quick"),
         _bench("8192x8192", 8192, 8192, dtypes=("float32", "bfloat16")),
@@ -142,6 +146,5 @@ _rung("gluon", "cuda_tma in Gluon: a layout assigns squares to threads", _gluon,
 SERVED: dict[str, Any] = {"unless": _permute.too_large, "served": True}
 idea = "any permutation of any strides: rows, or tiles wide on both sides; other rungs take matrices"
 _rung("triton", idea, _permute.permute, 0.0, DRAM, _permute.too_large, kind="triton", **SERVED)
-_rung(
-    "cuda_packed", "16 bytes per load and store; threads transpose squares in registers", packed, 1.05, ISSUED, **SERVED
-)
+idea = "16 bytes per load and store; threads transpose squares in registers"
+_rung("cuda_packed", idea, packed, 1.05, ISSUED, **SERVED)

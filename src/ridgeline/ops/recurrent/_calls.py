@@ -295,22 +295,26 @@ def cost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: Maybe, **giv
     return forward, Cost(nbytes(*some, v) + state + kept, nbytes(*some) + state, flops)
 
 
+def _engine(q: torch.Tensor, g: Maybe, steps: bool) -> Any:
+    """The kernels of a call: those of gates per channel in half precision, or the scan of all others."""
+    by_channel = g is not None and g.dim() == 4 and q.dtype != torch.float32
+    return _channel_chunks if by_channel and not steps else _chunks
+
+
+def _fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    q, g, ends = inputs[0], inputs[3], inputs[6]
+    _engine(q, g, q.shape[1] == 1 and ends is None).fwd(o, last, *inputs)
+
+
+def _bwd(*args: Any) -> None:
+    """args: the gradients, do, dlast, and then a launcher's inputs."""
+    _engine(args[8], args[11], False).bwd(*args)
+
+
 KERNEL: dict[str, Any] = {
-    "kind": "triton", "fwd": _chunks.fwd, "bwd": _chunks.bwd, "supports": refusal, "served": True, "gain": 2.0,
+    "kind": "triton", "fwd": _fwd, "bwd": _bwd, "supports": refusal, "served": True, "gain": 2.0,
 }  # fmt: skip
 IDEA = "chunks as matrix products, the state in registers; each gradient is the same scan with other roles"
-
-
-def refusal_by_level(*args: Any, **_: Any) -> str | None:
-    return refusal(*args) or _channel_chunks.refusal(*args)
-
-
-# Chosen by name alone: its kernels have been timed on an H200, but no GPU has checked this rung's results yet.
-BY_LEVEL: dict[str, Any] = {
-    "kind": "triton", "fwd": _channel_chunks.fwd, "bwd": _channel_chunks.bwd, "supports": refusal_by_level,
-    "dtypes": ("float16", "bfloat16"),
-}  # fmt: skip
-BY_LEVEL_IDEA = "a gate per channel: chunks' own pairs in kernels over all chunks, one decay for a level's two sides"
 
 
 def formulas(name: str, op_cost: Any) -> dict[str, Any]:

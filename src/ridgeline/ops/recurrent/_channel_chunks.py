@@ -1,4 +1,4 @@
-"""Starts of `_channels.py`: `triton_levels` of the ops with a gate per channel, in half precision."""
+"""Starts of `_channels.py`: the chunk engine of the ops with a gate per channel, in half precision."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _chunks
-from ridgeline.ops.recurrent._channels import Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
+from ridgeline.ops.recurrent._channels import Masks, Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
 from ridgeline.ops.recurrent._delta import Packing
+from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None
+# ptxas 12.8 moves the sums that find own_gradients' tiles in shared memory before what they add to: on an H200 all but
+# 16 rows of a product were other memory, some of it no memory of the block's.
+ASSEMBLER = {"assembler": "newer"}
 
 
 class ChannelPass(NamedTuple):
@@ -38,8 +42,20 @@ class Plan(NamedTuple):
     call: _chunks.Call
     form: PairForm
     packing: Packing
-    grid: tuple[int, int]  # of the kernels that run over all chunks
-    warps: int  # of these
+    grid: tuple[int, int]  # chunks of a head, and heads
+
+    @property
+    def chunks(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+
+class Tiles(NamedTuple):
+    """Of a kernel that runs over all chunks."""
+
+    channels: int  # at a time
+    columns: int  # of v at a time
+    facts: dict[str, Any]  # warps, and the most registers of a thread
+    programs: int  # to a multiprocessor, if they take several chunks each
 
 
 def channel_tiles(gpu: device.Device, D: int, N: int) -> tuple[int, int, int, int]:
@@ -52,21 +68,43 @@ def channel_tiles(gpu: device.Device, D: int, N: int) -> tuple[int, int, int, in
     return min(BN, 64 if BD <= 128 else 32), 64, 4 if BD <= 128 else 8, 2  # two programs a multiprocessor
 
 
-def own_tiles(gpu: device.Device, K: int, V: int) -> tuple[int, int, int]:
-    """Returns channels at a time, v's columns at a time and warps for the kernels of a chunk's own pairs."""
-    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+def pair_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
+    """The tiles of `own_pairs`."""
+    BK = max(16, triton.next_power_of_2(K))
     if gpu.backend == "cpu":
-        return 16, 16, 4
-    return min(BK, 32), min(BV, 64), 8 if gpu.capability == 90 else 4
+        return Tiles(16, 16, {"num_warps": 4}, 2)
+    if gpu.capability != 90:
+        return Tiles(min(BK, 32), 16, {"num_warps": 4}, 4)
+    return Tiles(min(BK, 128), 16, {"num_warps": 8, "maxnreg": 128}, 2)
+
+
+def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
+    """The tiles of `own_gradients`."""
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    facts = {"num_warps": 4, **(ASSEMBLER if gpu.capability == 90 else {})}
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), facts, 1)
+
+
+def span(dtype: torch.dtype) -> int:
+    """`PairForm.SPAN`: bfloat16's range is 2^127 both ways, and q and k need their share; float16 has none to spare."""
+    return 60 if dtype == torch.bfloat16 else 0
 
 
 def prepare(call: _chunks.Call) -> Plan:
     (B, T, HV, V), K, gpu, N = call.v.shape, call.q.shape[3], device.of(call.q), call.sequences
     C = channel_tiles(gpu, K, V)[1]
-    BS, BV, warps = own_tiles(gpu, K, V)
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
-    form = PairForm(K, V, BS, BV, C, C.bit_length() - 1, call.u is not None)
-    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV), warps)
+    form = PairForm(K, V, 0, 0, C, C.bit_length() - 1, call.u is not None, span(call.q.dtype), gpu.backend != "hip")
+    return Plan(call, form, Packing(call.ends, T, HV, chunks, N, C, B * T * HV), (chunks, B * HV))
+
+
+def make_masks(plan: Plan) -> Masks:
+    q, form = plan.call.q, plan.form
+    wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    kinds = (torch.float16, 2), (q.dtype, 2), (wide, 4)
+    made = Masks(*(torch.empty((form.LEVELS + n, form.C, form.C), dtype=t, device=q.device) for t, n in kinds))
+    launch(write_masks, (form.LEVELS + 4,), made, C=form.C, LEVELS=form.LEVELS, SHIFT=form.SHIFT, num_warps=4)
+    return made
 
 
 def own_weights(plan: Plan) -> Prepared:
@@ -77,7 +115,12 @@ def own_weights(plan: Plan) -> Prepared:
     sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
     made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
-    launch(own_pairs, grid, *args, made, plan.packing, form=form, num_warps=plan.warps, num_stages=1)
+    gpu = device.of(call.q)
+    tiles = pair_tiles(gpu, form.K, form.V)
+    programs = min(gpu.multiprocessors * tiles.programs, plan.chunks)
+    room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
+    form = form._replace(BS=tiles.channels, BV=tiles.columns)
+    launch(own_pairs, (programs,), *args, made, plan.packing, room, plan.chunks, form=form, num_stages=1, **tiles.facts)
     return made
 
 
@@ -126,7 +169,8 @@ def bwd(
     call = _chunks.Call(*inputs)
     q, k, v, plan = call.q, call.k, call.v, prepare(call)
     form, grid = plan.form, plan.grid
-    marks = torch.empty((*grid, form.V, form.K), dtype=q.dtype, device=q.device)
+    kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
+    marks = torch.empty((*grid, form.V, form.K), dtype=kept, device=q.device)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     ends, partial = torch.empty((*grid, form.K), **fresh), None
     if du is not None:
@@ -136,17 +180,10 @@ def bwd(
     scan(plan, made, ChannelPass(v, do, made.q, dk, False, True, dlast, None, marks, ends))
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
     del marks
-    args = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
-    launch(
-        own_gradients, grid, *args, Own(dq, dk, dg, ends, partial), plan.packing, call.scale, form=form,
-        num_warps=plan.warps, num_stages=1,
-    )  # fmt: skip
+    rows = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
+    tiles = gradient_tiles(device.of(q), form.K, form.V)
+    form = form._replace(BS=tiles.channels, BV=tiles.columns)
+    args = *rows, Own(dq, dk, dg, ends, partial), make_masks(plan), plan.packing, call.scale
+    launch(own_gradients, (plan.chunks,), *args, form=form, num_stages=1, **tiles.facts)
     if partial is not None and du is not None:
         torch.sum(partial, (0, 2), out=du)
-
-
-def refusal(*args: Any, **_: Any) -> str | None:
-    """Why these kernels do not take a call that `triton` takes, or None."""
-    if len(args) < 4 or not isinstance(args[3], torch.Tensor) or args[3].dim() != 4:
-        return "the gate must be one per channel"
-    return "one token is a decoder's step, which `triton` serves" if args[0].shape[1] == 1 else None

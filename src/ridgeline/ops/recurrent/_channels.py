@@ -12,8 +12,20 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._delta import find_chunk
-from ridgeline.ops.recurrent._levels import chosen_sums, crossings, edge_decay, joined, right_rows
+from ridgeline.ops.recurrent._levels import (
+    add_crossing,
+    add_whole,
+    decay_since,
+    decay_until,
+    edge_decay,
+    growth,
+    keep_sums,
+    mask_at,
+    masked_decay,
+    right_rows,
+    split_gates,
+    whole_sums,
+)
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, finish, first_state, tile_at
 
 
@@ -27,6 +39,8 @@ class PairForm(NamedTuple):
     C: int  # rows of a chunk
     LEVELS: int  # log2 of C
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
+    SPAN: int  # the most halvings of a chunk's decay with which its rows meet in one product
+    CHOOSE: bool  # whether a load may choose among pointers, which Triton cannot compile for AMD
 
 
 class Prepared(NamedTuple):
@@ -49,60 +63,134 @@ class Own(NamedTuple):
     bonus: Any  # each chunk's part of du (chunks, heads, K), or None
 
 
-@triton.jit
-def _channels(gate, place, rows, depth, tokens, form: tl.constexpr):
-    """A chunk's gates times log2(e): their running sums, those when a row sees the state, and their sums."""
-    g = tile_at(place, gate.token, rows, depth, tokens, form.K).to(tl.float32) * 1.4426950408889634
-    G = tl.cumsum(g, 0)
-    early = G
-    if form.SHIFT:
-        early = G - g
-    return G, early, tl.sum(g, 0)
+class Masks(NamedTuple):
+    """(levels + 2, C, C) and for crossings (levels + 4, C, C), by `write_masks`."""
+
+    gates: Any  # float16
+    joined: Any
+    crossings: Any  # in bfloat16, or for float16 data in float32
 
 
 @triton.jit
 def _bonus(bonus, gate, h, depth, form: tl.constexpr):
-    BS: tl.constexpr = form.BS
-    u = tl.full([BS], 1.0, tl.float32)
+    u = tl.full(depth.shape, 1.0, tl.float32)
     if bonus is not None:
         u = tl.load(bonus + h // gate.group * form.K + depth, mask=depth < form.K, other=0.0).to(tl.float32)
     return u
 
 
 @triton.jit
-def own_pairs(q, k, gate, bonus, made, packing, form: tl.constexpr):
-    """What the scans need of a chunk: the weights of q with k, q and k with their decays, and the gates' sums."""
-    n, h, start, tokens, chunk = find_chunk(packing)
-    first = chunk * form.C
-    if first >= tokens:
-        return
+def _find(packing, spot):
+    """Of a chunk's place among all chunks, its sequence and head, where the sequence begins, its tokens, and the
+    chunk's first token."""
+    n, h = spot // packing.chunks // packing.heads, spot // packing.chunks % packing.heads
+    chunk = spot % packing.chunks
+    if packing.ends is not None:
+        kept = chunk
+        n, beyond = 0 * kept, 0 * kept + packing.sequences
+        while beyond - n > 1:  # the last sequence whose room begins here or before
+            middle = (n + beyond) // 2
+            here = tl.load(packing.ends + middle) // packing.unit + middle <= kept
+            n, beyond = tl.where(here, middle, n), tl.where(here, beyond, middle)
+        chunk = kept - (tl.load(packing.ends + n) // packing.unit + n)
+    start, tokens = find_span(packing, n)
+    return n, h, start, tokens, chunk * packing.unit
+
+
+@triton.jit
+def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr):
+    """What the scans need of all chunks: the weights of q with k, q and k with their decays, and the gates' sums.
+
+    room: (programs, C, K) in float32. count: of chunks."""
+    for spot in range(tl.program_id(0), count, tl.num_programs(0)):
+        n, h, start, tokens, first = _find(packing, spot)
+        if first < tokens:
+            _pairs_of(q, k, gate, bonus, made, packing, room, tl.cast(spot, tl.int64), n, h, start, tokens, first, form)
+
+
+@triton.jit
+def _rows_of_both(of_q, of_k, right, depth, there, form: tl.constexpr):
+    """q's rows in right blocks and k's in left ones."""
+    if form.CHOOSE:
+        rows = tl.load(tl.where(right, of_q, of_k) + depth[None, :], mask=there, other=0.0)
+    else:
+        rows = tl.load(of_q + depth[None, :], mask=there & right, other=0.0)
+        rows = tl.where(right, rows, tl.load(of_k + depth[None, :], mask=there & (right == 0), other=0.0))
+    return rows
+
+
+@triton.jit
+def _mixed(of_q, of_k, sums, depth, there, level, form: tl.constexpr):
+    """q's rows in right blocks and k's in left ones, with their decays to the edges between the blocks."""
+    decay = edge_decay(sums, depth, level, form.K, form.C, form.SHIFT)
+    mixed = _rows_of_both(of_q, of_k, right_rows(level, form.C), depth, there, form)
+    return (mixed * decay).to(mixed.dtype)
+
+
+@triton.jit
+def _keep_rows(tq, tk, until, total, bonus, gate, made, sums, spot, h, depth, form: tl.constexpr):
+    """Writes some channels of q and k with their decays. Returns q's, and the pairs of a row with itself."""
     C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    here = (depth < K)[None, :]
+    diagonal = tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * _bonus(bonus, gate, h, depth, form)[None, :], 1)
+    spots = spot * (C * K) + tl.arange(0, C)[:, None] * K + depth[None, :]
+    mine = (tq * decay_since(sums, depth, K, C, form.SHIFT)).to(tq.dtype)
+    tl.store(made.q + spots, mine, mask=here)
+    tl.store(made.k + spots, (tk * until).to(tk.dtype), mask=here)
+    tl.store(made.sums + spot * K + depth, total * 0.6931471805599453, mask=depth < K)
+    return mine, diagonal
+
+
+@triton.jit
+def _pairs_of(q, k, gate, bonus, made, packing, room, spot, n, h, start, tokens, first, form: tl.constexpr):
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    BS: tl.constexpr = form.BS
+    PIECE: tl.constexpr = min(form.BS, 64)  # of rows that are kept: more would spill
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
-    from_g = find_head(gate, n, h, packing.ends, start)
+    sums = room + tl.program_id(0) * (C * K)
+    keep_sums(sums, gate, find_head(gate, n, h, packing.ends, start), first, tokens, K, BS, C)
     found, diagonal = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    for part in range((form.K + form.BS - 1) // form.BS):
-        depth = part * form.BS + tl.arange(0, form.BS)
-        tq = tile_at(from_q, q.token, first + row, depth, tokens, form.K)
-        tk = tile_at(from_k, k.token, first + row, depth, tokens, form.K)
-        G, early, total = _channels(gate, from_g, first + row, depth, tokens, form)
-        u = _bonus(bonus, gate, h, depth, form)
-        here = (depth < form.K)[None, :]
-        spots = spot * (C * form.K) + row[:, None] * form.K + depth[None, :]
-        until = tl.minimum(total[None, :] - G, 0.0)
-        tl.store(made.q + spots, (tq * tl.exp2(tl.minimum(early, 0.0))).to(tq.dtype), mask=here)
-        tl.store(made.k + spots, (tk * tl.exp2(until)).to(tk.dtype), mask=here)
-        tl.store(made.sums + spot * form.K + depth, total * 0.6931471805599453, mask=depth < form.K)
-        diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * u[None, :], 1)
-        for level in range(form.LEVELS):
-            right = right_rows(level, C)
-            decay = edge_decay(tl.where(right, early, G), G, level, C, form.BS)
-            mixed = (tl.where(right, tq, tk) * decay).to(tq.dtype)
-            found += tl.where(joined(level, C), tl.dot(mixed, tl.trans(mixed)), 0.0)
+    inside = (first + row < tokens)[:, None]
+    of_q = from_q + (first + row).to(tl.int64)[:, None] * q.token
+    of_k = from_k + (first + row).to(tl.int64)[:, None] * k.token
+    least = tl.cast(0.0, tl.float32)
+    for part in range((K + BS - 1) // BS):
+        least = tl.minimum(least, tl.min(whole_sums(sums, part * BS + tl.arange(0, BS), K, C), 0))
+    if least >= -form.SPAN:  # a product at once: the chunk's decay and its inverse are in range
+        for part in range((K + PIECE - 1) // PIECE):
+            depth = part * PIECE + tl.arange(0, PIECE)
+            there = inside & (depth < K)[None, :]
+            tq, tk = tl.load(of_q + depth[None, :], there, other=0.0), tl.load(of_k + depth[None, :], there, other=0.0)
+            total, grown = whole_sums(sums, depth, K, C), growth(sums, depth, K, C)
+            until = grown * tl.exp2(total)[None, :]
+            mine, own = _keep_rows(tq, tk, until, total, bonus, gate, made, sums, spot, h, depth, form)
+            found += tl.dot(mine, tl.trans((tk * grown).to(tk.dtype)))
+            diagonal += own
+    else:
+        for part in range((K + BS - 1) // BS):
+            depth = part * BS + tl.arange(0, BS)
+            there = inside & (depth < K)[None, :]
+            ours = tl.zeros([C, C], tl.float32)
+            mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1, form)
+            for step in range(1, form.LEVELS):
+                scores = tl.dot(mixed, tl.trans(mixed))
+                mixed = _mixed(of_q, of_k, sums, depth, there, form.LEVELS - 1 - step, form)
+                ours = tl.where((i ^ j) < (2 * C >> step), scores, ours)  # the levels below write over the rest
+            found += tl.where((i ^ j) < 2, tl.dot(mixed, tl.trans(mixed)), ours)
+        for part in range((K + PIECE - 1) // PIECE):
+            depth = part * PIECE + tl.arange(0, PIECE)
+            there = inside & (depth < K)[None, :]
+            tq, tk = tl.load(of_q + depth[None, :], there, other=0.0), tl.load(of_k + depth[None, :], there, other=0.0)
+            total, until = whole_sums(sums, depth, K, C), decay_until(sums, depth, K, C)
+            _, own = _keep_rows(tq, tk, until, total, bonus, gate, made, sums, spot, h, depth, form)
+            diagonal += own
     found = tl.where(i > j, found, tl.where(i == j, diagonal[:, None], 0.0))
     tl.store(made.pairs + spot * (C * C) + i * C + j, found)
+    tl.debug_barrier()  # the next chunk writes over the sums
 
 
 @triton.jit
@@ -122,55 +210,94 @@ def _products(do, v, n, h, start, rows, tokens, packing, form: tl.constexpr):
 
 
 @triton.jit
-def own_gradients(q, k, v, gate, bonus, do, grads, packing, scale, form: tl.constexpr):
+def _gradients_by_level(of_q, of_k, both, masks, g, depth, inside, form: tl.constexpr):
+    """Some channels' own parts of dq, dk and dg, whatever the gates."""
+    C: tl.constexpr = form.C
+    BS: tl.constexpr = form.BS
+    high, low = split_gates(g)
+    wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
+    dq, dk, dg = tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32), tl.zeros([C, BS], tl.float32)
+    for level in range(form.LEVELS):
+        right = right_rows(level, C)
+        decay = masked_decay(masks, level, high, low, wide, C)
+        mixed = _rows_of_both(of_q, of_k, right, depth, inside, form)
+        weights = both * mask_at(masks.joined, level, C)
+        found = decay * tl.dot(weights, (mixed * decay).to(mixed.dtype))
+        dg = add_crossing(dg, masks, level, mixed * found, C)
+        dq += tl.where(right, 1.0, 0.0) * found
+        dk += tl.where(right, 0.0, 1.0) * found
+    return dq, dk, dg
+
+
+@triton.jit
+def _gradients_at_once(of_q, of_k, both, masks, g, depth, inside, form: tl.constexpr):
+    """The same for a whole chunk whose decay and its inverse are in range. A gate's pairs are those that end after it
+    without those that begin after it, or in the chunk's first half those that begin before it without those that end
+    before it. So few terms cancel, and none for the first token, nor with SHIFT for the last."""
+    C: tl.constexpr = form.C
+    high, low = split_gates(g)
+    wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
+    since = masked_decay(masks, form.LEVELS, high, low, wide, C)
+    total = tl.sum(g.to(tl.float32), 0) * 1.4426950408889634
+    grown = masked_decay(masks, form.LEVELS + 1, high, low, wide, C) * tl.exp2(-total)[None, :]
+    tq = tl.load(of_q + depth[None, :], mask=inside, other=0.0)
+    tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
+    dq = since * tl.dot(both * mask_at(masks.joined, form.LEVELS, C), (tk * grown).to(tk.dtype))
+    dk = grown * tl.dot(both * mask_at(masks.joined, form.LEVELS + 1, C), (tq * since).to(tq.dtype))
+    dg = add_whole(tl.zeros_like(dq), masks, form.LEVELS + 2, tq * dq, C)
+    dg = add_whole(dg, masks, form.LEVELS + 3, tk * dk, C)
+    return dq, dk, dg
+
+
+@triton.jit
+def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: tl.constexpr):
     """Adds to a chunk's dq and dk their own pairs' part, and makes the gate's gradient."""
-    n, h, start, tokens, chunk = find_chunk(packing)
-    first = chunk * form.C
+    spot = tl.program_id(0)
+    n, h, start, tokens, first = _find(packing, spot)
     if first >= tokens:
         return
     C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
     BS: tl.constexpr = form.BS
-    rows = first + tl.arange(0, C)
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    both = scale * _products(do, v, n, h, start, rows, tokens, packing, form)
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
+    both = scale * _products(do, v, n, h, start, first + row, tokens, packing, form)
     diagonal = tl.sum(tl.where(i == j, both, 0.0), 1)[:, None]
-    both = both.to(v.data.dtype.element_ty)
+    both = both.to(q.data.dtype.element_ty)
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
     from_g = find_head(gate, n, h, packing.ends, start)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    of_q = from_q + (first + row).to(tl.int64)[:, None] * q.token
+    of_k = from_k + (first + row).to(tl.int64)[:, None] * k.token
     base = start if packing.ends is not None else start + n.to(tl.int64) * packing.tokens
-    ours = ((base + rows) * packing.heads + h)[:, None] * form.K
-    for part in range((form.K + form.BS - 1) // form.BS):
-        depth = part * form.BS + tl.arange(0, BS)
-        inside = (rows < tokens)[:, None] & (depth < form.K)[None, :]
+    ours = ((base + first + row) * packing.heads + h)[:, None] * K
+    for part in range((K + BS - 1) // BS):
+        depth = part * BS + tl.arange(0, BS)
+        inside = (first + row < tokens)[:, None] & (depth < K)[None, :]
+        g = tile_at(from_g, gate.token, first + row, depth, tokens, K)
+        wide: tl.constexpr = g.dtype.primitive_bitwidth > 16
+        least = tl.min(tl.sum(g.to(tl.float32), 0), 0) * 1.4426950408889634
+        if (least >= -form.SPAN) & (first + C <= tokens):
+            dq, dk, dg = _gradients_at_once(of_q, of_k, both, masks, g, depth, inside, form)
+        else:
+            dq, dk, dg = _gradients_by_level(of_q, of_k, both, masks, g, depth, inside, form)
+        high, low = split_gates(g)
+        tq = tl.load(of_q + depth[None, :], mask=inside, other=0.0)
+        tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
         at = ours + depth[None, :]
-        tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
-        tk = tile_at(from_k, k.token, rows, depth, tokens, form.K)
-        G, early, total = _channels(gate, from_g, rows, depth, tokens, form)
-        u = _bonus(bonus, gate, h, depth, form)
-        mine = diagonal * u[None, :]
-        dq = tl.load(grads.q + at, mask=inside, other=0.0).to(tl.float32)
-        dk = tl.load(grads.k + at, mask=inside, other=0.0).to(tl.float32)
-        dq *= tl.exp2(tl.minimum(early, 0.0))
-        dk *= tl.exp2(tl.minimum(total[None, :] - G, 0.0))
-        dg = tl.load(grads.ends + spot * form.K + depth, mask=depth < form.K, other=0.0)[None, :]
-        dg += chosen_sums(j > i if form.SHIFT else j >= i, tq * dq, tq) + chosen_sums(j < i, tk * dk, tq)
-        dq += mine * tk
-        dk += mine * tq
-        for level in range(form.LEVELS):
-            right = right_rows(level, C)
-            decay = edge_decay(tl.where(right, early, G), G, level, C, BS)
-            mixed = tl.where(right, tq, tk)
-            found = decay * tl.dot(tl.where(joined(level, C), both, 0.0), (mixed * decay).to(tq.dtype))
-            dq += tl.where(right, found, 0.0)
-            dk += tl.where(right, 0.0, found)
-            dg += chosen_sums(crossings(level, C, form.SHIFT), mixed * found, tq)
-        tl.store(grads.q + at, dq, mask=inside)
-        tl.store(grads.k + at, dk, mask=inside)
+        mine = diagonal * _bonus(bonus, gate, h, depth, form)[None, :]
+        since = masked_decay(masks, form.LEVELS, high, low, wide, C)
+        given = tl.load(grads.q + at, mask=inside, other=0.0) * since
+        dg = add_crossing(dg, masks, form.LEVELS, tq * given, C)
+        tl.store(grads.q + at, dq + given + mine * tk, mask=inside)
+        until = masked_decay(masks, form.LEVELS + 1, high, low, wide, C)
+        given = tl.load(grads.k + at, mask=inside, other=0.0) * until
+        dg = add_crossing(dg, masks, form.LEVELS + 1, tk * given, C)
+        tl.store(grads.k + at, dk + given + mine * tq, mask=inside)
+        dg += tl.load(grads.ends + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)[None, :]
         tl.store(grads.g + at, dg, mask=inside)
         if grads.bonus is not None:
             pair = tl.sum(diagonal * tq.to(tl.float32) * tk.to(tl.float32), 0)
-            tl.store(grads.bonus + (spot * form.K + depth), pair, mask=depth < form.K)
+            tl.store(grads.bonus + (spot.to(tl.int64) * K + depth), pair, mask=depth < K)
 
 
 @triton.jit

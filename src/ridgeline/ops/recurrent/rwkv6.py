@@ -15,8 +15,6 @@ import torch
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
-    BY_LEVEL,
-    BY_LEVEL_IDEA,
     IDEA,
     KERNEL,
     Given,
@@ -93,4 +91,3 @@ OP = Op(
 )
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.kernel("triton", IDEA, **KERNEL)
-OP.kernel("triton_levels", BY_LEVEL_IDEA, **BY_LEVEL)  # by name alone until a GPU has checked its results

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import FLOATS, Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import FLOATS, Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.reduction._arguments import INTEGERS, KINDS, result_dtype
 from ridgeline.ops.reduction._cumsum import best, by_ring, by_tiles, last_dim, short, whole
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op("cumsum_fwd(Tensor x, int dim, ScalarType dtype, bool reverse, str? impl) -> Tensor")
@@ -54,6 +54,21 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
     are bitwise reproducible. Returns a contiguous tensor of x's shape.
     Raises RidgelineError if x is complex, if `dim` or `dtype` is invalid, or if `impl` cannot run the call.
     """
+    plain, dim, result, cast = _look(x, dim, dtype, impl)
+    if cast:
+        x = x.to(result)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, dim, result)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return differentiate(_Cumsum, x, dim, result, impl)
+    return _forward(x, dim, result, False, impl)
+
+
+@by_kind(1)
+def _look(
+    x: Any, dim: int, dtype: torch.dtype | None, impl: str | None
+) -> tuple[Implementation | None, int, torch.dtype, bool]:
+    """Checks a call and chooses. Returns too the dimension, at least 0, the result's dtype and whether x is cast."""
     if not isinstance(x, torch.Tensor) or x.is_complex():
         found = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise RidgelineError(f"cumsum: x must be a tensor of real numbers, but is {found}")
@@ -64,14 +79,10 @@ def cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None, *, impl:
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype.is_complex):
         raise RidgelineError(f"cumsum: dtype must be None or a real one (torch.float32, int32, ...), but is {dtype!r}")
     result = result_dtype(x, dtype)
-    if x.dtype not in KINDS or result.is_floating_point or x.is_floating_point() or result.itemsize < x.dtype.itemsize:
-        x = x.to(result)
-    plain = eager(CUMSUM, impl, x)
-    if plain is not None and plain.call is not None:
-        return plain.call(x, dim, result)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return differentiate(_Cumsum, x, dim % most, result, impl)
-    return _forward(x, dim % most, result, False, impl)
+    cast = (
+        x.dtype not in KINDS or result.is_floating_point or x.is_floating_point() or result.itemsize < x.dtype.itemsize
+    ) and x.dtype != result
+    return eager(CUMSUM, impl, x.to(result) if cast else x), dim % most, result, cast
 
 
 def cost(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> tuple[Cost, Cost]:

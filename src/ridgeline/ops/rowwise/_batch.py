@@ -167,11 +167,30 @@ def _gradient(dy, y, steps, b, s, c, inside, RULES: tl.constexpr):
     return g
 
 
+class Sums(NamedTuple):
+    """The gradients of weight and bias; None if they are not asked for, or if another kernel writes them."""
+
+    dw: Any
+    db: Any
+
+
+@triton.jit
+def _write(to, c, inside, of_product, of_g):
+    """dw = the sums of g xh, db = those of g."""
+    if to.dw is not None:
+        tl.store(to.dw + c, of_product.to(to.dw.dtype.element_ty), mask=inside)
+    if to.db is not None:
+        tl.store(to.db + c, of_g.to(to.db.dtype.element_ty), mask=inside)
+
+
 @triton.jit
 def _sums(
-    parts, dy, x, y, given, steps, shape, RULES: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr
-):
-    """parts (2, P, C) = each part's sums of g and of g xh, for the gradient g before relu. steps: of dy, x and y."""
+    parts, to, dy, x, y, given, steps, shape, RULES: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr,
+    BC: tl.constexpr
+):  # fmt: skip
+    """parts (2, P, C) = each part's sums of g and of g xh, for the gradient g before relu. steps: of dy, x and y.
+
+    to: dw and db if there is one part."""
     blocks = tl.cdiv(shape.images, BB) * tl.cdiv(shape.size, BS)
     each = tl.cdiv(blocks, tl.num_programs(1))
     begin = tl.program_id(1) * each
@@ -189,10 +208,11 @@ def _sums(
     known = channel < shape.channels
     tl.store(parts + at, of_g, mask=known)
     tl.store(parts + tl.num_programs(1) * shape.channels + at, of_product, mask=known)
+    _write(to, channel, known, of_product, of_g)
 
 
 @triton.jit
-def _total(sums, dw, db, parts, shape, COUNT, P: tl.constexpr, BC: tl.constexpr):
+def _total(sums, to, parts, shape, COUNT, P: tl.constexpr, BC: tl.constexpr):
     """sums (2, C) = the sums of g and of g xh over all parts, which are db and dw too."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     part = tl.arange(0, P)[:, None]
@@ -203,10 +223,7 @@ def _total(sums, dw, db, parts, shape, COUNT, P: tl.constexpr, BC: tl.constexpr)
     of_product = tl.sum(tl.load(parts + COUNT * shape.channels + at, mask=known, other=0.0), 0)
     tl.store(sums + c, of_g, mask=inside)
     tl.store(sums + shape.channels + c, of_product, mask=inside)
-    if dw is not None:
-        tl.store(dw + c, of_product.to(dw.dtype.element_ty), mask=inside)
-    if db is not None:
-        tl.store(db + c, of_g.to(db.dtype.element_ty), mask=inside)
+    _write(to, c, inside, of_product, of_g)
 
 
 class Gradients(NamedTuple):
@@ -298,10 +315,10 @@ def launch_fwd(
 
 
 def launch_bwd(
-    dx: torch.Tensor, dw: torch.Tensor, db: torch.Tensor, dadd: torch.Tensor, dy: torch.Tensor, x: torch.Tensor,
-    y: Any, mean: Any, spread: Any, w: Any, training: bool, eps: float, need: int
+    dx: Any, dw: Any, db: Any, dadd: Any, dy: torch.Tensor, x: torch.Tensor, y: Any, mean: Any, spread: Any, w: Any,
+    training: bool, eps: float, need: int
 ) -> None:  # fmt: skip
-    """Fills the gradients that `need` names: 1 dx, 2 dw, 4 db, 8 dadd. y: of relu, else None."""
+    """Fills the gradients that `need` names, others being None: 1 dx, 2 dw, 4 db, 8 dadd. y: of relu, else None."""
     x, dy, y = planes(x), planes(dy), None if y is None else planes(y)
     cut, rules = plan(x), Rules(y is not None, not training)
     mean, spread, w = _adjacent(mean, spread, w)
@@ -309,13 +326,14 @@ def launch_bwd(
     steps = (dy.stride(), x.stride(), None if y is None else y.stride())
     sums = None
     if need & 6 or (need & 1 and training):
-        merging = _merging(cut)
-        parts = torch.empty((2, cut.parts, cut.shape.channels), dtype=torch.float32, device=x.device)
-        sums = torch.empty((2, cut.shape.channels), dtype=torch.float32, device=x.device)
-        launch(_sums, (cut.chunks, cut.parts), parts, dy, x, y, given, steps, cut.shape, RULES=rules, **cut.tile)
-        to = (dw if need & 2 else None, db if need & 4 else None)
-        launch(_total, _rows(cut, merging), sums, *to, parts, cut.shape, cut.parts, **merging)
-    made = Gradients(planes(dx) if need & 1 else None, planes(dadd) if need & 8 else None)
+        several, merging, to = cut.parts > 1, _merging(cut), Sums(dw, db)
+        room = torch.empty((2 * (cut.parts + several), cut.shape.channels), dtype=torch.float32, device=x.device)
+        sums, parts = room[:2], room[2 * several :]  # of a single part they are the same
+        first = Sums(None, None) if several else to
+        launch(_sums, (cut.chunks, cut.parts), parts, first, dy, x, y, given, steps, cut.shape, RULES=rules, **cut.tile)
+        if several:
+            launch(_total, _rows(cut, merging), sums, to, parts, cut.shape, cut.parts, **merging)
+    made = Gradients(None if dx is None else planes(dx), None if dadd is None else planes(dadd))
     if need & 9:
         steps = (*steps, *(None if t is None else t.stride() for t in made))
         grid = cut.chunks, cut.blocks

@@ -1,11 +1,12 @@
 """softmax in CUDA C++ in three regimes of row length, and as in FasterTransformer: one block per (batch, head).
 
-The kernels are in softmax_regimes.cu. Source: the softmax of OneFlow and of FasterTransformer, whose ideas are
-reimplemented here.
+The first regime is log_softmax's too. The kernels are in softmax_regimes.cu.
+Source: the softmax of OneFlow and of FasterTransformer, whose ideas are reimplemented here.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def _start(
     launch(kernels[direction], (blocks,), out, *inputs, *out.shape, *[t.stride(0) for t in inputs], **types, **facts)
 
 
-def warp(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
+def warp(log: bool, direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     """As many lanes as a row has packs, at most 32; two short rows per group of lanes, for more loads in flight."""
     (rows, columns), threads = out.shape, 128
     pack = _pack(columns, out, *inputs)
@@ -59,7 +60,8 @@ def warp(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
     packs = ceil(columns // pack, lanes)
     several = 2 if pack * packs * len(inputs) <= 8 else 1
     blocks = ceil(rows, threads // lanes * several)
-    _start(WARP, direction, blocks, out, *inputs, PACK=pack, LANES=lanes, PACKS=packs, ROWS=several, THREADS=threads)
+    facts = {"PACK": pack, "LANES": lanes, "PACKS": packs, "ROWS": several, "THREADS": threads, "LOG": int(log)}
+    _start(WARP, direction, blocks, out, *inputs, **facts)
 
 
 def block(direction: str, out: torch.Tensor, *inputs: torch.Tensor) -> None:
@@ -92,6 +94,12 @@ def _narrow(x: torch.Tensor, *rest: Any) -> str | None:
     if columns <= WARP_COLUMNS:
         return None
     return f"it takes rows of at most {WARP_COLUMNS} columns, but these have {columns}"
+
+
+def _in_pieces(x: torch.Tensor, *rest: Any, **_: Any) -> str | None:
+    """Why tiles serve a row, or None: lanes would load less than 16 bytes at a time."""
+    size = columns_of(x, *rest) * x.element_size()
+    return None if size % 16 == 0 else f"rows of {size} bytes are loaded in pieces of less than 16 bytes"
 
 
 def _countable(x: torch.Tensor, *rest: Any) -> str | None:
@@ -139,11 +147,18 @@ def ladder(op: Op) -> None:
         gain=1.2,
         counter=READ,
     )
-    rung(
+
+
+def warp_rung(op: Op, log: bool) -> None:
+    """Registers `cuda_warp`, which serves narrow rows."""
+    op.kernel(
         "cuda_warp",
         "rows of up to 1024 columns in the registers of a warp or less: no barrier, no shared memory",
-        warp,
-        _narrow,
-        gain=1.5,
+        kind="cuda",
+        served=True,
+        supports=_narrow,
+        unless=_in_pieces,
+        gain=1.05,
         counter=SYNCED,
+        **both(partial(warp, log)),
     )

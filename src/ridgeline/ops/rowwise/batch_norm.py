@@ -22,55 +22,76 @@ from ridgeline.ops.rowwise import _batch
 from ridgeline.ops.rowwise._channels import empty_in_format
 from ridgeline.ops.rowwise._norm_options import known_eps
 from ridgeline.ops.rowwise.group_norm import Last
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 
 @kernel_op(
     "batch_norm_fwd(Tensor x, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? w, Tensor? b, Tensor? add, "
-    "bool training, float momentum, float eps, bool relu, str? impl) -> (Tensor, Tensor, Tensor)"
+    "float momentum, float eps, bool relu, str? impl) -> (Tensor, Tensor, Tensor)"
 )
-def _forward(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    *given, impl = rest
-    y, numbers = empty_in_format(x), x.shape[1:2] if given[5] else (0,)  # training
-    mean, rstd = [torch.empty(numbers, dtype=torch.float32, device=x.device) for _ in range(2)]
-    run(BATCH_NORM, "fwd", impl, (y, mean, rstd), x, *given)
+def _train(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    *given, momentum, eps, relu, impl = rest
+    y = empty_in_format(x)
+    mean, rstd = [torch.empty(x.shape[1:2], dtype=torch.float32, device=x.device) for _ in range(2)]
+    run(BATCH_NORM, "fwd", impl, (y, mean, rstd), x, *given, True, momentum, eps, relu)
     return y, mean, rstd
 
 
 @kernel_op(
-    "batch_norm_bwd(Tensor dy, Tensor x, Tensor? y, Tensor mean, Tensor spread, Tensor? w, Tensor? b, bool training, "
-    "float eps, int need, str? impl) -> (Tensor, Tensor, Tensor, Tensor)"
+    "batch_norm_eval(Tensor x, Tensor mean, Tensor var, Tensor? w, Tensor? b, Tensor? add, float eps, bool relu, "
+    "str? impl) -> Tensor"
+)
+def _evaluate(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *given, eps, relu, impl = rest
+    y = empty_in_format(x)
+    run(BATCH_NORM, "fwd", impl, (y, None, None), x, *given, False, 0.0, eps, relu)
+    return y
+
+
+@kernel_op(
+    "batch_norm_bwd(Tensor dy, Tensor x, Tensor? y, Tensor mean, Tensor spread, Tensor? w, ScalarType? bias, "
+    "bool training, float eps, int need, str? impl) -> Tensor[]"
 )
 def _backward(
-    dy: torch.Tensor, x: torch.Tensor, y: Any, mean: Any, spread: Any, w: Any, b: Any, training: bool, eps: float,
-    need: int, impl: str | None
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    dx, dadd = [empty_in_format(x) if need & bit else x.new_empty(0) for bit in (1, 8)]
-    dw, db = [x.new_empty(p.shape, dtype=p.dtype) if need & bit else x.new_empty(0) for p, bit in ((w, 2), (b, 4))]
-    run(BATCH_NORM, "bwd", impl, (dx, dw, db, dadd), dy, x, y, mean, spread, w, training, eps, need)
-    return dx, dw, db, dadd
+    dy: torch.Tensor, x: torch.Tensor, y: Any, mean: Any, spread: Any, w: Any, bias: torch.dtype | None,
+    training: bool, eps: float, need: int, impl: str | None
+) -> list[torch.Tensor]:  # fmt: skip
+    """Returns the gradients that `need` names: 1 dx, 2 dw, 4 db (of dtype `bias`), 8 dadd."""
+    dx, dadd = [empty_in_format(x) if need & bit else None for bit in (1, 8)]
+    dw = x.new_empty(x.shape[1:2], dtype=w.dtype) if need & 2 else None
+    db = x.new_empty(x.shape[1:2], dtype=bias) if need & 4 else None
+    made = dx, dw, db, dadd
+    run(BATCH_NORM, "bwd", impl, made, dy, x, y, mean, spread, w, training, eps, need)
+    return [t for t in made if t is not None]
 
 
 class _BatchNorm(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, w: Any, b: Any, add: Any, running: Any, training: bool, momentum: float, eps: float,
-        relu: bool, impl: str | None,
+        ctx: Any, x: torch.Tensor, w: Any, b: Any, add: Any, running: Any, numbers: tuple[Any, ...]
     ) -> torch.Tensor:  # fmt: skip
-        y, mean, rstd = _forward(x, *running, w, b, add, training, momentum, eps, relu, impl)
-        known = (mean, rstd) if training else running
-        ctx.save_for_backward(x, y if relu else None, *known, w, b)
-        ctx.facts = training, eps, impl
+        """running, numbers: in one argument each, since torch inspects each argument."""
+        training, momentum, eps, relu, impl = numbers
+        if training:
+            y, mean, spread = _train(x, *running, w, b, add, momentum, eps, relu, impl)
+        else:
+            mean, spread = running
+            y = _evaluate(x, mean, spread, w, b, add, eps, relu, impl)
+        ctx.save_for_backward(x, y if relu else None, mean, spread, w)
+        ctx.facts = training, eps, None if b is None else b.dtype, impl
         return y
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        training, eps, impl = ctx.facts
-        wanted = ctx.needs_input_grad[:4]
-        need = sum(bit for bit, w in zip((1, 2, 4, 8), wanted, strict=True) if w)
-        grads = _backward(dy, *ctx.saved_tensors, training, eps, need, impl)
-        return *[g if w else None for g, w in zip(grads, wanted, strict=True)], *[None] * 6
+        training, eps, bias, impl = ctx.facts
+        to_x, to_w, to_b, to_add, *_ = ctx.needs_input_grad
+        need = to_x + 2 * to_w + 4 * to_b + 8 * to_add
+        made = _backward(dy, *ctx.saved_tensors, bias, training, eps, need, impl)
+        if need == 7:
+            return *made, None, None, None
+        left = list(made)
+        return *[left.pop(0) if wanted else None for wanted in (to_x, to_w, to_b, to_add)], None, None
 
 
 def _each(t: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -128,21 +149,40 @@ def batch_norm(
     Raises RidgelineError if shapes, dtypes or devices do not fit, if a channel has a single number in training, or if
     `impl` cannot run the call.
     """
+    statistics = running_mean, running_var
+    plain, numbers = _look(x, *statistics, weight, bias, add, training, momentum, eps, activation, impl)
+    if plain is not None and plain.call is not None:
+        options = {"training": training, "momentum": momentum, "eps": numbers[2], "add": add, "activation": activation}
+        return plain.call(x, *statistics, weight, bias, **options)
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+        or (add is not None and add.requires_grad)
+    ):
+        y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, statistics, numbers)
+    else:
+        _, *rest = numbers
+        y = (
+            _train(x, *statistics, weight, bias, add, *rest)[0]
+            if training
+            else _evaluate(x, *statistics, weight, bias, add, *rest[1:])
+        )
+    if training and not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version([t for t in statistics if t is not None])
+    return y
+
+
+@by_kind(6, optional=5)
+def _look(
+    x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, add: Any, training: bool, momentum: float,
+    eps: float, activation: str | None, impl: str | None,
+) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
+    """Checks a call and chooses. Returns too the options as the launchers take them."""
     per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     eps = _check(x, per_channel, training, momentum, eps, add, activation)
     plain = eager(BATCH_NORM, impl, x, **per_channel, add=add)
-    if plain is not None and plain.call is not None:
-        options = {"training": training, "momentum": momentum, "eps": eps, "add": add, "activation": activation}
-        return plain.call(x, *per_channel.values(), **options)
-    numbers = training, float(momentum), eps, activation == "relu", impl
-    inputs = [t for t in (x, weight, bias, add) if t is not None]
-    if torch.is_grad_enabled() and any([t.requires_grad for t in inputs]):
-        y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, (running_mean, running_var), *numbers)
-    else:
-        y = _forward(x, running_mean, running_var, weight, bias, add, *numbers)[0]
-    if training and not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([t for t in (running_mean, running_var) if t is not None])
-    return y
+    return plain, (training, float(momentum), eps, activation == "relu", impl)
 
 
 def _check(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.op import Cost, Op, nbytes
+from ridgeline.ops.rowwise import _regimes
 from ridgeline.ops.rowwise._softmax import CASES, Softmax, full_precision
 
 KERNELS = Softmax("log_softmax", log=True)
@@ -53,4 +54,6 @@ LOG_SOFTMAX.eager(
 )
 LOG_SOFTMAX.eager("torch", "PyTorch's own kernel: one row per block", _torch, served=True)
 LOG_SOFTMAX.compiled("the formula fused into one or two kernels by torch.compile")
-KERNELS.rungs()
+KERNELS.tiles_rung()
+_regimes.warp_rung(LOG_SOFTMAX, log=True)
+KERNELS.cluster_rung()

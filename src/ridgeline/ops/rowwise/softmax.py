@@ -81,4 +81,6 @@ SOFTMAX.kernel(
     **both(KERNELS.row),
 )
 _regimes.ladder(SOFTMAX)
-KERNELS.rungs()
+KERNELS.tiles_rung()
+_regimes.warp_rung(SOFTMAX, log=False)
+KERNELS.cluster_rung()

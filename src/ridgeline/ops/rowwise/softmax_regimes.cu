@@ -1,7 +1,7 @@
 // softmax in CUDA C++, by row length: a part of a warp, a warp or a block per row, and a block per (batch, head) for
 // comparison.
 // Macros: XTYPE the type of x and dx, YTYPE of y and dy; PACK elements per load; THREADS per block; for the warp
-// kernels LANES per row, a power of two, PACKS per lane, and ROWS that they take.
+// kernels LANES per row, a power of two, PACKS per lane, ROWS that they take, and LOG for log_softmax.
 #include "elementwise.cuh"
 #include "hopper.cuh"
 
@@ -107,11 +107,16 @@ extern "C" __global__ void softmax_warp_fwd(Y* y, const X* x, long long rows, in
         for (int k = 0; k < PACKS * PACK; ++k) most = fmaxf(most, row.at[r][k]);
         most = over_lanes<LANES>(most, larger);
 #pragma unroll
-        for (int k = 0; k < PACKS * PACK; ++k) total += row.at[r][k] = expf(row.at[r][k] - most);
+        for (int k = 0; k < PACKS * PACK; ++k) {
+            const float below = row.at[r][k] - most, e = expf(below);
+            row.at[r][k] = LOG ? below : e;
+            total += e;
+        }
         total = over_lanes<LANES>(total, added);
-        const float reciprocal = 1.0f / total;
+        const float last = LOG ? logf(total) : 1.0f / total;
 #pragma unroll
-        for (int k = 0; k < PACKS * PACK; ++k) row.at[r][k] = share_of(row.at[r][k], total, reciprocal);
+        for (int k = 0; k < PACKS * PACK; ++k)
+            row.at[r][k] = LOG ? row.at[r][k] - last : share_of(row.at[r][k], total, last);
     }
     row.store(y, first_row(), rows, columns);
 }
@@ -124,10 +129,12 @@ extern "C" __global__ void softmax_warp_bwd(X* dx, const Y* dy, const Y* y, long
     for (int r = 0; r < ROWS; ++r) {
         float total = 0;
 #pragma unroll
-        for (int k = 0; k < PACKS * PACK; ++k) total += slope.at[r][k] * row.at[r][k];
+        for (int k = 0; k < PACKS * PACK; ++k) total += LOG ? slope.at[r][k] : slope.at[r][k] * row.at[r][k];
         total = over_lanes<LANES>(total, added);
 #pragma unroll
-        for (int k = 0; k < PACKS * PACK; ++k) slope.at[r][k] = gradient(slope.at[r][k], row.at[r][k], total);
+        for (int k = 0; k < PACKS * PACK; ++k)
+            slope.at[r][k] = LOG ? fmaf(-total, expf(row.at[r][k]), slope.at[r][k])
+                                 : gradient(slope.at[r][k], row.at[r][k], total);
     }
     slope.store(dx, first_row(), rows, columns);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from ridgeline.ops.attention.common.arguments import options
 from ridgeline.ops.attention.common.band import Band
 from ridgeline.ops.attention.flex.arguments import BlockMask, ScoreMod
 
+MANY = 1 << 20
 _translated: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -23,6 +25,21 @@ def _function(on_gpu: bool) -> Callable[..., Any]:
 
     function: Any = flex_attention
     return torch.compile(function, dynamic=False, fullgraph=True) if on_gpu else function
+
+
+def _compiling() -> AbstractContextManager[Any]:
+    """Lets each function, mask and size compile, where torch.compile would stop at 8, and backward run twice.
+
+    The lab has done so already when it times a call: this takes 40 us."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    if torch._dynamo.config.recompile_limit >= MANY:
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch._dynamo.config.patch(recompile_limit=MANY, accumulated_recompile_limit=MANY))
+    stack.enter_context(torch._functorch.config.patch(donated_buffer=False))
+    return stack
 
 
 @cache
@@ -74,10 +91,12 @@ def torch_flex(
     elif band is not None:
         mask = _banded(band, q.shape[2], k.shape[2], str(q.device))
     mod = None if score_mod is None else _mod(score_mod)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _compiling():
         warnings.filterwarnings("ignore", message=".*without torch.compile.*")  # on a CPU
         call = _function(q.is_cuda)
         more: dict[str, Any] = {"scale": chosen.scale, "enable_gqa": q.shape[1] != k.shape[1]}
+        if q.is_cuda:  # below 128 queries torch picks its template for decoding, which may have no tile for a mask
+            more["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
         return call(q, k, v, mod, mask, return_lse=return_lse, **more)
 
 
