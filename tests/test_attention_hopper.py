@@ -212,18 +212,18 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_windows_that_three_groups_serve() -> None:
-    """Causal windows of 256 to 2047 keys at D 128 in long sequences, whose rounds are full with higher tiles too."""
+    """Causal windows of 256 to 2048 keys at D 128 in long sequences, whose rounds are full with higher tiles too."""
     for heads, rows, left in [
         (16, 16384, 256),
         (16, 16384, 1024),
-        (16, 16384, 2047),
-        (128, 4096, 1024),
-        (32, 8192, 2000),
+        (16, 16384, 2048),
+        (128, 4096, 512),
+        (32, 8192, 1000),
     ]:
         assert scheduler.consumer_groups(128, heads, rows, left, 0, False, 132) == 3, (heads, rows, left)
     for D, heads, rows, left, right, packed in [
-        (128, 16, 16384, 255, 0, False), (128, 16, 16384, 2048, 0, False), (128, 16, 16384, UNBOUNDED, 0, False),
-        (128, 16, 16384, 1024, 1, False), (128, 16, 16384, 1024, 0, True), (128, 128, 4096, 1025, 0, False),
+        (128, 16, 16384, 255, 0, False), (128, 16, 16384, 2049, 0, False), (128, 16, 16384, UNBOUNDED, 0, False),
+        (128, 16, 16384, 1024, 1, False), (128, 16, 16384, 1024, 0, True), (128, 128, 4096, 1024, 0, False),
         (128, 256, 2048, 256, 0, False), (128, 16, 8192, 1024, 0, False), (120, 16, 16384, 1024, 0, False),
         (256, 16, 16384, 1024, 0, False),
     ]:  # fmt: skip

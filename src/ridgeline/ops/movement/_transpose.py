@@ -33,20 +33,24 @@ def small(kernel: CudaKernel, layout: int, y: torch.Tensor, x: torch.Tensor) -> 
 
 
 def packed(y: torch.Tensor, x: torch.Tensor) -> None:
-    """Moves 16 bytes at a time: packs of rows that these divide, else granules wherever rows begin."""
+    """Moves the widest packs that divide rows of both. Elements of one or two bytes whose rows 4 bytes do not divide
+    move in granules of 16 bytes all the same, wherever rows begin."""
     if 1 in x.shape[-2:]:
         copied(y, x)
         return
     size, (rows, columns) = x.element_size(), x.shape[-2:]
-    macros: dict[str, Any] = {"block": 256, "UNIT": UNITS[size], "GROUP": GROUP}
-    side, pack = 256 // size, 16 // size
-    if unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr()) == 16:
-        grid, shared = (_tiles(x, side, side),), side * side * size
-        launch(_PACKED, grid, y, x, rows, columns, shared=shared, **macros)
+    pack = unit_of(rows * size, columns * size, x.data_ptr(), y.data_ptr())
+    macros: dict[str, Any] = {"block": 256, "UNIT": UNITS[size]}
+    if pack < 4 and size < 4:  # at 8191x8193 of two bytes 114 us, single elements 152; of four bytes 237 and 175
+        side, units = 256 // size, 16 // size
+        grid = (prod(x.shape[:-2]) * -(-(rows + units - 1) // side) * -(-columns // side),)
+        shared = (side // units + 1) * (units * 272 + 16)  # PITCH and STEP in transpose.cu
+        launch(_SHIFTED, grid, y, x, rows, columns, shared=shared, GROUP=4, **macros)
         return
-    grid = (prod(x.shape[:-2]) * -(-(rows + pack - 1) // side) * -(-columns // side),)
-    shared = (side // pack + 1) * (pack * 272 + 16)  # PITCH and STEP in transpose.cu
-    launch(_SHIFTED, grid, y, x, rows, columns, shared=shared, **macros)
+    pack = pack if pack >= 4 else size  # registers are transposed in words
+    side = max(64, 16 * pack // size) if pack < 16 else 256 // size
+    grid, shared = (_tiles(x, side, side),), side * side * size
+    launch(_PACKED, grid, y, x, rows, columns, shared=shared, PACK=pack, SIDE=side, GROUP=GROUP, **macros)
 
 
 def _rule(size: int) -> tuning.Config:

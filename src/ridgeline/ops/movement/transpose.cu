@@ -1,11 +1,16 @@
 // transpose in CUDA C++: y[b][c][r] = x[b][r][c], by tiles that a block transposes.
 // Macros: UNIT an unsigned type of the element's size; LAYOUT of a small tile in shared memory (0 plain, 1 with a
-// column of padding, 2 with swizzled columns); GROUP the tiles across a band; for TMA, DOWN and ACROSS squares of 128
-// bytes per tile, STAGES and OUTS.
+// column of padding, 2 with swizzled columns); PACK the bytes that a thread moves at once and SIDE the elements along a
+// side of its tile; GROUP the tiles across a band; for TMA, DOWN and ACROSS squares of 128 bytes per tile, STAGES and
+// OUTS.
 #include "hopper.cuh"
 
 #ifndef LAYOUT
 #define LAYOUT 0
+#endif
+#ifndef PACK
+#define PACK 16
+#define SIDE (256 / sizeof(UNIT))
 #endif
 #ifndef GROUP
 #define GROUP (1 << 30)
@@ -64,15 +69,26 @@ extern "C" __global__ void transpose_tile(UNIT* y, const UNIT* x, int rows, int 
 
 // --- squares of packs: P rows of P elements, which a thread transposes in registers
 
-constexpr int SIZE = sizeof(UNIT), P = 16 / SIZE, SIDE = 256 / SIZE;  // elements of a pack, and along a tile's side
+constexpr int SIZE = sizeof(UNIT), P = PACK / SIZE;
 
-struct alignas(16) Pack {
-    unsigned at[4];
+template <int BYTES>
+struct alignas(BYTES) Pack {
+    unsigned at[BYTES / 4];
+};
+template <>
+struct Pack<2> {
+    unsigned short at[1];
+};
+template <>
+struct Pack<1> {
+    unsigned char at[1];
 };
 
 // out[c] becomes column c of the rows in[0] to in[P - 1].
-__device__ inline void turn(const Pack (&in)[P], Pack (&out)[P]) {
-    if constexpr (SIZE >= 4) {  // whole words move: only registers are renamed
+__device__ inline void turn(const Pack<PACK> (&in)[P], Pack<PACK> (&out)[P]) {
+    if constexpr (P == 1)
+        out[0] = in[0];
+    else if constexpr (SIZE >= 4) {  // whole words move: only registers are renamed
         constexpr int N = SIZE / 4;
 #pragma unroll
         for (int c = 0; c < P; ++c)
@@ -105,26 +121,26 @@ __device__ inline void turn(const Pack (&in)[P], Pack (&out)[P]) {
 
 // A tile of SIDE x SIDE by 256 threads. Transposed squares lie in shared memory as packs of y's rows. Their columns are
 // swizzled, so that the threads of a quarter warp, which write one row each and read neighbours, never share a bank.
-// 16 bytes divide the rows of x and of y.
+// PACK divides the rows of x and of y.
 extern "C" __global__ void __launch_bounds__(256)
     transpose_packed(UNIT* __restrict__ y, const UNIT* __restrict__ x, int rows, int columns) {
     extern __shared__ uint4 memory[];
-    auto* tile = reinterpret_cast<Pack*>(memory);
-    constexpr int U = SIDE / P, SWIZZLE = U < 128 / 16 ? U : 128 / 16;  // packs along a side
+    auto* tile = reinterpret_cast<Pack<PACK>*>(memory);
+    constexpr int U = SIDE / P, SWIZZLE = U < 128 / PACK ? U : 128 / PACK;  // packs along a side
     const Place<SIDE, SIDE> at(blockIdx.x, rows, columns);
     const long long first = (long long)at.batch * rows * columns;
     const int down = rows - at.row, across = columns - at.column;  // what is left of the matrix
     x += first + (long long)at.row * columns + at.column;
     y += first + (long long)at.column * rows + at.row;
     constexpr int N = U * U / 256;  // squares per thread
-    Pack in[N][P] = {}, out[P];
+    Pack<PACK> in[N][P] = {}, out[P];
 #pragma unroll
     for (int s = 0; s < N; ++s) {
         const int q = threadIdx.x + s * 256, i = q / U, j = q % U;
 #pragma unroll
         for (int k = 0; k < P; ++k)
             if (i * P + k < down && j * P < across)
-                in[s][k] = *reinterpret_cast<const Pack*>(x + (long long)(i * P + k) * columns + j * P);
+                in[s][k] = *reinterpret_cast<const Pack<PACK>*>(x + (long long)(i * P + k) * columns + j * P);
     }
 #pragma unroll
     for (int s = 0; s < N; ++s) {
@@ -138,10 +154,11 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int s = 0; s < N * P; ++s) {
         const int q = threadIdx.x + s * 256, c = q / U, u = q % U;
         if (c < across && u * P < down)
-            *reinterpret_cast<Pack*>(y + (long long)c * rows + u * P) = tile[c * U + (u ^ c / P % SWIZZLE)];
+            *reinterpret_cast<Pack<PACK>*>(y + (long long)c * rows + u * P) = tile[c * U + (u ^ c / P % SWIZZLE)];
     }
 }
 
+#if PACK == 16
 // --- rows that begin anywhere: whole granules of 16 bytes on both sides all the same
 
 __device__ inline void copy_16(void* to, const void* from) {
@@ -152,7 +169,7 @@ __device__ inline void copy_16(void* to, const void* from) {
 __device__ inline void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A granule: the elements `offset` bytes after each pointer.
-__device__ inline void gather(Pack& in, const char* const (&from)[P], int offset) {
+__device__ inline void gather(Pack<16>& in, const char* const (&from)[16 / SIZE], int offset) {
     const auto at = [&](int m) { return *reinterpret_cast<const UNIT*>(from[m] + offset); };
 #pragma unroll
     for (int j = 0; j < 4; ++j)
@@ -167,7 +184,7 @@ __device__ inline void gather(Pack& in, const char* const (&from)[P], int offset
 }
 
 // A granule rotated: byte 0 of out is byte `first` of in.
-__device__ inline void turned(const Pack& in, Pack& out, int first) {
+__device__ inline void turned(const Pack<16>& in, Pack<16>& out, int first) {
     unsigned a[4], b[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) a[j] = first & 8 ? in.at[j ^ 2] : in.at[j];
@@ -177,7 +194,7 @@ __device__ inline void turned(const Pack& in, Pack& out, int first) {
     for (int j = 0; j < 4; ++j) out.at[j] = __funnelshift_r(b[j], b[(j + 1) % 4], first % 4 * 8);
 }
 
-__device__ inline UNIT one(const Pack& granule, int k) {
+__device__ inline UNIT one(const Pack<16>& granule, int k) {
     if constexpr (SIZE == 8)
         return granule.at[2 * k] | (unsigned long long)granule.at[2 * k + 1] << 32;
     else
@@ -221,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int c = 0; c < SIDE; c += 32, to += 32ll * rows)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            Pack in, out;
+            Pack<16> in, out;
             gather(in, from, c * SIZE + h * 8 * STEP);
             turned(in, out, b * SIZE);
             const int row = at.row - shift + (slot + 8 * h) * P;
@@ -233,6 +250,8 @@ extern "C" __global__ void __launch_bounds__(256)
                     if (row + k >= 0 && row + k < rows) to[8 * h * P + k] = one(out, k);
         }
 }
+
+#endif
 
 // --- TMA: boxes 128 bytes wide are copied asynchronously
 
@@ -273,17 +292,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const Tile at(id, rows, columns), next(ahead, rows, columns);  // divisions, while waiting for the load
         const char* from = stages + stage * BYTES;
         char* to = outs + out * BYTES;
-        Pack turned[SQUARES * 64 / THREADS][P];
+        Pack<16> turned[SQUARES * 64 / THREADS][P];
         barrier_wait(&full[stage], phase);
 #pragma unroll
         for (int s = 0; s < SQUARES * 64 / THREADS; ++s) {
             const int q = threadIdx.x + s * THREADS, square = q / 64, l = q % 8,
                       i = square / ACROSS * 8 + (l ^ q / 8 % 8);
             const char* box = from + square % ACROSS * HIGH * 128;
-            Pack in[P];
+            Pack<16> in[P];
 #pragma unroll
             for (int k = 0; k < P; ++k)
-                in[k] = *reinterpret_cast<const Pack*>(box + (i * P + k) * 128 + (l ^ (i * P + k) % 8) * 16);
+                in[k] = *reinterpret_cast<const Pack<16>*>(box + (i * P + k) * 128 + (l ^ (i * P + k) % 8) * 16);
             turn(in, turned[s]);
         }
         if (first) bulk_stored<OUTS - 1>();  // the tile that was in `to` has been stored
@@ -299,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             char* box = to + square / ACROSS * WIDE * 128;
 #pragma unroll
             for (int k = 0; k < P; ++k)
-                *reinterpret_cast<Pack*>(box + (j * P + k) * 128 + (i ^ (j * P + k) % 8) * 16) = turned[s][k];
+                *reinterpret_cast<Pack<16>*>(box + (j * P + k) * 128 + (i ^ (j * P + k) % 8) * 16) = turned[s][k];
         }
         bulk_fence();
         __syncthreads();

@@ -54,7 +54,7 @@ def bwd(
     if not packed and wide <= 128:
         entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs)
         if not entire and ahead and not back:
-            apart = heads_apart(D, key_heads * most, group, parts, programs)
+            apart = heads_apart(key_heads * most, group, parts, programs)
     if apart > 1:
         parts, (section, down) = apart, head_section(q, k, *facts, apart)
     left_over = key_heads * most - entire

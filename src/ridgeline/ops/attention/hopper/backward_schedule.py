@@ -56,16 +56,14 @@ def split_work(
 ROOMY = 55 << 20
 
 
-def heads_apart(D: int, pieces: int, group: int, parts: int, programs: int) -> int:
+def heads_apart(pieces: int, group: int, parts: int, programs: int) -> int:
     """Returns into how many parts by heads of queries causal pieces are split, or 1 if `parts` by blocks are better.
 
     A part by heads has all blocks of some of the `group` heads that share keys. So all parts that add to a head begin
     at the same block and follow each other at once; parts by blocks begin and end elsewhere than those they wait for.
     As timed, it takes about four parts per program. If the heads cannot be divided so finely, parts by blocks must not
-    be more, or two per program suffice. D up to 64, whose programs stay, is not timed.
+    be more, or two per program suffice. 8 heads on one of 8192 keys take 0.84 of the time at D 128, 0.81 at D 64.
     """
-    if D <= 64:
-        return 1
     most = max(n for n in range(1, group + 1) if group % n == 0 and pieces * n <= max(pieces, 4 * programs))
     return most if most >= parts or pieces * most >= 2 * programs else 1
 
