@@ -80,6 +80,16 @@ def test_a_group_that_has_ended_leaves_no_room(card: Card) -> None:
     assert group() is None
 
 
+def test_a_group_that_torch_destroyed_leaves_no_room(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "at_leave", [])
+    with groups.pretend(2):
+        rooms.room(GPU, None, "a", 100)
+    with groups.pretend(2):
+        rooms.room(GPU, None, "b", 100)
+        assert [use for _, _, use in rooms._rooms] == ["b"]
+    rooms._rooms.clear()
+
+
 def refused_by_one() -> str:
     """Rank 1 gets no memory; the others would wait for it in torch's `rendezvous`."""
 

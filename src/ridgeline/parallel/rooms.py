@@ -105,6 +105,8 @@ def _found(device: torch.device, group: Any, use: str, nbytes: int) -> Room | st
         raise RidgelineError(
             "parallel: the first call makes symmetric memory, which a graph cannot capture; call once before"
         )
+    for ended in [key for key, other in _rooms.items() if other.group() is None]:
+        del _rooms[ended]
     _rooms[where] = known
     return _grown(known, device, group, nbytes)
 
