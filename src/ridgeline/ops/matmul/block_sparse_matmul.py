@@ -146,7 +146,7 @@ def _backward(x: torch.Tensor, blocks: torch.Tensor, *rest: Any) -> tuple[torch.
     dx = x.new_empty(x.shape if wants_x else (0,))
     db = blocks.new_empty(blocks.shape if wants_blocks else (0,))
     outputs = dx if wants_x else None, db if wants_blocks else None
-    run(BLOCK_SPARSE_MATMUL, "bwd", impl, outputs, x, blocks, *index)  # type: ignore[arg-type]
+    run(BLOCK_SPARSE_MATMUL, "bwd", impl, outputs, x, blocks, *index)
     return dx, db
 
 

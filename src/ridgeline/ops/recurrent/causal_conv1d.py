@@ -117,7 +117,7 @@ def _forward(
     sequences = x.shape[0] if ends is None else ends.numel() - 1
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     last = torch.empty((sequences, *weight.shape) if keep else 0, dtype=x.dtype, device=x.device)
-    run(OP, "fwd", impl, (y, last if keep else None), x, weight, bias, first, ends, activation)  # type: ignore[arg-type]
+    run(OP, "fwd", impl, (y, last if keep else None), x, weight, bias, first, ends, activation)
     return y, last
 
 
@@ -152,7 +152,7 @@ def _backward(
         chosen = tiles(gpu)
         programs = max(gpu.multiprocessors * chosen.programs * chosen.channels // (C + chosen.channels), 1)
         parts = torch.empty((programs, width + 1, C), dtype=torch.float32, device=x.device)
-    run(OP, "bwd", impl, (dx, parts, dfirst), dy, dlast, x, weight, bias, first, ends, activation)  # type: ignore[arg-type]
+    run(OP, "bwd", impl, (dx, parts, dfirst), dy, dlast, x, weight, bias, first, ends, activation)
     dweight = dbias = None
     if parts is not None:
         sums = parts.sum(0)
