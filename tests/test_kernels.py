@@ -5,6 +5,7 @@ among the ops. With --every-kernel all are compiled for all architectures. SPILL
 the most bytes they may move, and why.
 """
 
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -439,18 +440,65 @@ def test_the_newer_assembler_for_the_gates_gradients(dtype: str, width: int) -> 
     assert not code.unwritten
 
 
-def test_the_newer_assembler_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's option takes effect inside `compiled` alone, and a user's own choice stays."""
+def _ptxas(folder: Path, version: str) -> str:
+    """Returns the path of a script that says it is that ptxas."""
+    path = folder / f"ptxas-{version}"
+    path.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.1'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_newer_assembler_is_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A kernel's option takes effect inside `compiled` alone, and a user's own choice stays if it is new enough."""
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
     before = triton.knobs.nvidia.ptxas.path
-    with boundary._assembler({"num_warps": 4, "assembler": "newer"}) as constants:
-        assert constants == {"num_warps": 4, "ptx_options": "--opt-level=3"}
-        assert triton.knobs.nvidia.ptxas.path == triton.knobs.nvidia.ptxas_blackwell.path != before
-    assert triton.knobs.nvidia.ptxas.path == before
-    with boundary._assembler({"num_warps": 4}) as constants:
-        assert (constants, triton.knobs.nvidia.ptxas.path) == ({"num_warps": 4}, before)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", before)
-    with boundary._assembler({"assembler": "newer"}) as constants:
-        assert (constants, triton.knobs.nvidia.ptxas.path) == ({}, before)
+    newer, option = triton.knobs.nvidia.ptxas_blackwell.path, {"ptx_options": "--opt-level=3"}
+    with inspect._triton_for(FULL):
+        with boundary._assembler({"num_warps": 4, "assembler": "newer"}) as constants:
+            assert constants == {"num_warps": 4} | option
+            assert triton.knobs.nvidia.ptxas.path == newer != before
+        assert triton.knobs.nvidia.ptxas.path == before
+        with boundary._assembler({"num_warps": 4}) as constants:
+            assert (constants, triton.knobs.nvidia.ptxas.path) == ({"num_warps": 4}, before)
+        old, new = _ptxas(tmp_path, "12.4"), _ptxas(tmp_path, "12.10")
+        monkeypatch.setenv("TRITON_PTXAS_PATH", old)
+        with boundary._assembler({"assembler": "newer"}) as constants:
+            assert (constants, triton.knobs.nvidia.ptxas.path) == (option, newer)
+        with boundary._assembler({}) as constants:
+            assert (constants, triton.knobs.nvidia.ptxas.path) == ({}, old)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", new)
+        with boundary._assembler({"assembler": "newer"}) as constants:
+            assert (constants, triton.knobs.nvidia.ptxas.path) == ({}, new)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", old)
+        monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", old)
+        with (
+            pytest.raises(op.RidgelineError, match=r"needs ptxas 12.9 or newer.* is 12.4; set TRITON_PTXAS_PATH"),
+            boundary._assembler({"assembler": "newer"}),
+        ):
+            pass
+
+
+def test_the_newer_assembler_leaves_the_keys_of_others() -> None:
+    """Triton asks for the version in its keys once; other threads compile before or after, with their own ptxas."""
+    from triton.backends.nvidia.compiler import get_ptxas_version
+
+    get_ptxas_version.cache_clear()
+    usual, seen = triton.knobs.nvidia.ptxas, []
+
+    def other() -> None:
+        with boundary._assembler({}):
+            seen.append(triton.knobs.nvidia.ptxas.path)
+
+    thread = threading.Thread(target=other)
+    try:
+        with inspect._triton_for(FULL), boundary._assembler({"assembler": "newer"}):
+            thread.start()
+            thread.join(0.2)
+            assert f"release {usual.version}" in get_ptxas_version(90)
+    finally:
+        get_ptxas_version.cache_clear()
+    thread.join()
+    assert seen == [usual.path]
 
 
 def test_every_kernel_is_compiled_for_a_newer_architecture() -> None:

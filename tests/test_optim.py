@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import threading
 from importlib import import_module
 
 import pytest
@@ -470,6 +471,44 @@ def test_gradients_that_moved(device: str, monkeypatch: pytest.MonkeyPatch) -> N
     ridgeline.adamw(*lists, 4, lr=0.1)  # type: ignore[arg-type]
     get("adamw").reference(*twins, 4, lr=0.1)
     torch.testing.assert_close(lists[0][4], twins[0][4].float(), rtol=1e-4, atol=1e-5)
+
+
+def test_each_thread_has_its_own_tables(device: str) -> None:
+    """One thread would else rewrite addresses that another is about to launch with."""
+    module = import_module("ridgeline.ops.optimizer._tensors")
+    shelf, grads = module.Shelf(0), [torch.rand(3, 7, device=device)]
+    found = []
+    shelf.keep(None, grads, module.tabled([(g,) for g in grads]))
+    thread = threading.Thread(target=lambda: found.append(shelf.find(None, grads)))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    assert shelf.find(None, grads) is not None
+    for n in range(100):
+        shelf.keep(n, grads, [])
+    assert len(shelf.known) == 64
+
+
+def test_an_interrupted_rewrite_leaves_no_table(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("ridgeline.ops.optimizer._tensors")
+    shelf, whole, started = module.Shelf(0), module.launch, []
+    first, second = ([torch.rand(4, 4, device=device) for _ in range(150)] for _ in range(2))
+    shelf.keep(None, first, module.tabled([(g,) for g in first]))
+
+    def interrupted(*args: object, **facts: object) -> None:
+        if started:
+            raise KeyboardInterrupt
+        started.append(1)
+        whole(*args, **facts)
+
+    monkeypatch.setattr(module, "launch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        shelf.find(None, second)
+    monkeypatch.setattr(module, "launch", whole)
+    assert shelf.find(None, first) is None  # its table holds addresses of both
+    shelf.keep(None, first, module.tabled([(g,) for g in first]))
+    assert shelf.find(None, second) is not None
+    assert shelf.find(None, second) is not None
 
 
 @pytest.mark.parametrize("name", ["adamw", "clip_grad_norm"])

@@ -104,3 +104,31 @@ def test_pytorchs_rungs() -> None:
     """All pairs of tokens at once, a grouped convolution and PyTorch's norm, for the one kind that has such rungs."""
     losses = hold("ssd", "torch", STEPS, "cpu")
     assert losses[-20:].mean() < losses[:20].mean() / 1.3
+
+
+def test_own_weights_guard_no_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced with symbolic sizes, the launcher of `own_pairs` must not compare its chunks with the GPU's programs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    from ridgeline import boundary, device
+    from ridgeline.ops.recurrent import _channel_chunks, _chunks
+
+    card = device.known("sm_90")
+    monkeypatch.setattr(device, "of", lambda tensor: card)
+    env = ShapeEnv()
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC])
+    mode = FakeTensorMode(shape_env=env)
+    q = mode.from_tensor(torch.zeros(3, 37, 2, 16), symbolic_context=context)
+    facts: dict = dict.fromkeys(_chunks.Call._fields)
+    call = _chunks.Call(**facts | {"q": q, "k": q, "v": q, "g": q})
+    with mode:
+        plan = _channel_chunks.prepare(call)
+        before = len(env.guards)
+        boundary._trace.on = True
+        try:
+            made = _channel_chunks.own_weights(plan)
+        finally:
+            boundary._trace.on = False
+    assert made.q.dim() == 4
+    assert [str(g.expr) for g in env.guards[before:]] == []

@@ -12,7 +12,6 @@ about a third.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -443,18 +442,49 @@ def compiled(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> A
 
 @contextmanager
 def _assembler(constants: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields constants without `assembler`, inside which Triton assembles as it says.
+    """Yields constants without `assembler`, inside which Triton assembles as it says. No other thread compiles then.
 
     ptxas 12.8, which Triton 3.6 and 3.7 take for Hopper, lets some products read where no operand is; the tests look
-    for it by `unwritten` of lab/analysis/disassembly.py. Triton also brings a newer one, for Blackwell. A user's own
-    choice by TRITON_PTXAS_PATH stays. The option in the kernel's key keeps its cubin apart from the other's."""
+    for it by `unwritten` of lab/analysis/disassembly.py. Triton also brings a newer one, for Blackwell, which replaces
+    an older one even if TRITON_PTXAS_PATH names it. The option in the kernel's key keeps its cubin apart from the
+    other's. Raises RidgelineError if both are older than 12.9."""
     taken = {k: v for k, v in constants.items() if k != "assembler"}
-    if len(taken) == len(constants) or "TRITON_PTXAS_PATH" in os.environ:
-        yield taken
-        return
-    with triton.knobs.nvidia.scope():
-        triton.knobs.nvidia.ptxas = triton.knobs.nvidia.ptxas_blackwell.path
-        yield taken | {"ptx_options": "--opt-level=3"}
+    with _assembling:
+        if len(taken) == len(constants) or _is_new(triton.knobs.nvidia.ptxas):
+            yield taken
+            return
+        newer = _newer()
+        target = triton.runtime.driver.active.get_current_target()
+        if target.backend == "cuda":  # Triton keeps the first answer for the keys of all kernels: it must be the usual
+            from triton.backends.nvidia.compiler import get_ptxas_version
+
+            get_ptxas_version(target.arch)
+        with triton.knobs.nvidia.scope():
+            triton.knobs.nvidia.ptxas = newer
+            yield taken | {"ptx_options": "--opt-level=3"}
+
+
+_assembling = threading.RLock()
+
+
+def _is_new(tool: Any) -> bool:
+    """Whether a ptxas, as Triton's knobs give it, is 12.9 or newer."""
+    return tuple(map(int, tool.version.split("."))) >= (12, 9)
+
+
+def _newer() -> str:
+    """The path of the ptxas that Triton takes for Blackwell. Raises RidgelineError if it is too old as well."""
+    chosen = triton.knobs.nvidia.ptxas
+    try:
+        newer: Any = triton.knobs.nvidia.ptxas_blackwell
+    except (AttributeError, RuntimeError):  # this Triton brings none
+        newer = chosen
+    if not _is_new(newer):
+        raise RidgelineError(
+            f"this kernel needs ptxas 12.9 or newer, and {chosen.path} is {chosen.version}; "
+            "set TRITON_PTXAS_PATH to a newer one"
+        )
+    return newer.path
 
 
 def _descriptor(kernel: Any, seen: TensorMap, constants: dict[str, Any]) -> Any:

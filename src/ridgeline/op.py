@@ -332,7 +332,8 @@ class Op:
         raise RidgelineError(f"{self.name} has no case {name!r}; its cases are {', '.join(c.name for c in self.cases)}")
 
 
-LOADED: dict[str, Op] = {}  # the ops whose modules have been imported
+LOADED: dict[str, Op] = {}  # the ops that have been made, perhaps in a module whose import still runs
+COMPLETE: dict[str, Op] = {}  # those that `get` may return at once: their modules' imports have ended
 
 
 def op_modules() -> dict[str, str]:
@@ -346,14 +347,18 @@ def op_modules() -> dict[str, str]:
 
 def get(name: str) -> Op:
     """Returns the op of that name, importing its module. Raises RidgelineError, with the known names, if unknown."""
-    if (op := LOADED.get(name)) is not None:  # backwards ask at every step, and must not read folders
+    if (op := COMPLETE.get(name)) is not None:  # backwards ask at every step, and must not read folders
         return op
     modules = op_modules()
     if name not in modules:
+        if name in LOADED:  # of no file
+            return LOADED[name]
         alike = get_close_matches(name, modules)
         meant = f" (perhaps {' or '.join(alike)} is meant)" if alike else ""
         raise RidgelineError(f"there is no op {name!r}{meant}; the ops are {', '.join(modules)}")
-    importlib.import_module(modules[name])
+    module = importlib.import_module(modules[name])  # waits for another thread's import
+    if not getattr(module.__spec__, "_initializing", False):  # else this thread's own import of it is under way
+        COMPLETE[name] = LOADED[name]
     return LOADED[name]
 
 

@@ -61,6 +61,16 @@ def test_bytes_saved() -> None:
             hf.patch(ours, memory=wrong)  # type: ignore[arg-type]
 
 
+def test_the_report_says_how_many_layers_took_it() -> None:
+    _, ours = pair("Llama")
+    layers = ours.config.num_hidden_layers
+    for memory in (None, "recompute", "products", "products:1", f"products:{layers}"):
+        assert "holds for" not in str(hf.patch(ours, memory=memory))
+    assert f"memory='products:99' holds for {layers} of 99 layers" in str(hf.patch(ours, memory="products:99"))
+    for memory in ("products", "products:2"):
+        assert f"memory='{memory}' holds for no layer" in str(hf.patch(ours, only="norm", memory=memory))
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("again", [False, True])

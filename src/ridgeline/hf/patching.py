@@ -21,6 +21,7 @@ from ridgeline.op import RidgelineError
 
 MEMORY = (None, "recompute", "products")
 PART = re.compile(r"products:([1-9]\d*)")  # a policy for the first layers
+AGAIN = "backward makes its products again"
 INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj")  # products of a normalised input
 OURS = (
     modules.rms_norm,
@@ -223,7 +224,7 @@ class _Planner:
             "silu_mul" if activation == "silu" else "gelu_mul",
             self.again is None or len(self.layers) <= self.again,
         )
-        made = "backward makes its products again" if again else ""
+        made = AGAIN if again else ""
         remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", made
         if facts.merged:
             no_bias = getattr(module, names["gate_up"]).bias is None
@@ -478,7 +479,19 @@ def plan(
     found = _models(model)[0]
     config = found.config.get_text_config() if hasattr(found.config, "get_text_config") else found.config
     length = min(4096, getattr(config, "max_position_embeddings", 4096) or 4096)
-    return Report(type(found).__name__, [r for r, _ in plans if r.name], length, memory=memory), plans
+    rows = [r for r, _ in plans if r.name]
+    return Report(type(found).__name__, rows, length, memory=memory, notes=_lacking(memory, rows)), plans
+
+
+def _lacking(memory: str | None, rows: list[Row]) -> list[str]:
+    """Returns a sentence if fewer layers make their products again than memory asks for."""
+    part, took = PART.fullmatch(memory or ""), len([r for r in rows if r.op and r.reason == AGAIN])
+    asked = int(part[1]) if part else 1 if memory == "products" else 0
+    if took >= asked:
+        return []
+    if not took:
+        return [f"memory={memory!r} holds for no layer: none of those asked for can make its products again."]
+    return [f"memory={memory!r} holds for {took} of {asked} layers: no other can make its products again."]
 
 
 def patch(

@@ -31,13 +31,17 @@ class Row:
 
 @dataclass
 class Report:
-    """rows: a row per module. seq_length: of the attention whose operations are counted. str() is a table."""
+    """rows: a row per module. seq_length: of the attention whose operations are counted. str() is a table.
+
+    notes: what was asked for the whole model and holds for less of it.
+    """
 
     model: str
     rows: list[Row] = field(default_factory=list)
     seq_length: int = 4096
     fallbacks: list[str] = field(default_factory=list)
     memory: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     def patched(self) -> list[Row]:
         return [r for r in self.rows if r.op is not None]
@@ -70,7 +74,7 @@ class Report:
             f"{self.seq_length} tokens; the rest is products by torch."
         )
         text.append(f"They move {self.share_of_bytes:.0%} of the bytes of norms, rotary embeddings, gates and logits.")
-        return "\n".join([*text, *(f"Fell back: {line}" for line in self.fallbacks)])
+        return "\n".join([*text, *self.notes, *(f"Fell back: {line}" for line in self.fallbacks)])
 
 
 def _share(pairs: Iterable[tuple[float, str | None]]) -> float:

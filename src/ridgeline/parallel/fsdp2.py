@@ -49,13 +49,15 @@ def apply(
 
     mesh: one dimension, or two for replicas of shards ("replicate" before "shard"); None: all ranks.
     units: the modules that are gathered one at a time; None takes the layers of `blocks`. The root keeps the rest:
-        embedding, last norm and head, so that a loss may use the head's weight in the root's forward.
+    embedding, last norm and head, so that a loss may use the head's weight in the root's forward.
     compute_dtype: of gathered weights and of inputs; parameters keep theirs. reduce_dtype: of summed gradients.
     checkpointing: backward computes each unit again from its input; in transformers' models, each of their layers,
-        in training mode. `lm` models do it themselves by every=1.
+    in training mode. `lm` models do it themselves by every=1.
     reshard: whether weights go after forward; a number keeps them on so many ranks. The root's always stay.
     fp8_gather: gathers the weights of `nn.Fp8Linear`, and of layers that `hf.patch(quantize="fp8-training")` changed,
-        in 8 bits: a byte a number, by the codes that one process would make. It warns of layers that cannot."""
+    in 8 bits: a byte a number, by the codes that one process would make. It warns of layers that cannot.
+    Weights may be written only by all ranks alike. A rank whose weight alone was written between forward and backward
+    enters one more all-reduce, and the collectives do not match."""
     groups.ready()
     if mesh is None:  # over gloo, weights may lie on GPUs too
         on_gpu = any(p.is_cuda for p in module.parameters())

@@ -34,6 +34,7 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None
 LAUNCHED = RANK, WORLD, HOST, PORT = "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 LOCAL, AGENT_SERVES, RESTARTS = "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"
 GRACE = 5.0  # seconds that the other ranks get to end after one has failed
+at_leave: list[Callable[[], None]] = []  # drop what other modules keep by group
 Ways = tuple[str, int, int, str, float, int]  # backend, rank, world, file, timeout in seconds, threads
 
 
@@ -80,7 +81,9 @@ def ready() -> None:
 
 
 def leave() -> None:
-    """Leaves the process group, if there is one."""
+    """Leaves the process group, if there is one, and drops what was kept for it."""
+    for drop in at_leave:
+        drop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

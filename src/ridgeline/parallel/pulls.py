@@ -38,10 +38,10 @@ def _after(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
     return None if stream is None else stream.record_event()
 
 
-def _wait(event: torch.cuda.Event | None, stream: torch.cuda.Stream | None = None) -> None:
-    """Lets a stream, the current one by default, wait for an event."""
+def _wait(event: torch.cuda.Event | None, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+    """Lets a stream, a device's current one by default, wait for an event."""
     if event is not None:
-        (stream or torch.cuda.current_stream()).wait_event(event)
+        (stream or torch.cuda.current_stream(device)).wait_event(event)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
@@ -60,13 +60,13 @@ class Pieces:
         """Returns a rank's tensor; the current stream waits for it."""
         if source == self.rank:
             return self.own
-        _wait(self.arrived[source])
+        _wait(self.arrived[source], self.own.device)
         return self.whole[source]
 
     def wait(self) -> None:
         """Lets the current stream wait for `whole`, and puts this rank's own tensor into it."""
         for event in self.arrived.values():
-            _wait(event)
+            _wait(event, self.own.device)
         self.whole[self.rank].copy_(self.own)
 
 
@@ -81,7 +81,7 @@ def gather(x: torch.Tensor, group: Any = None) -> Pieces:
     room.part(rank, shape, x.dtype).copy_(x)
     room.meet()  # all ranks have written
     pieces = Pieces(x, rank, world)
-    _wait(_now(x.device), beside)
+    _wait(_now(x.device), x.device, beside)
     for hop in range(1, world):
         source = (rank + hop) % world
         with _on(beside):
@@ -102,7 +102,7 @@ def scatter(
     room, beside = rooms.room(like.device, group, SCATTERS, (world - 1) * size), _stream(like.device, SCATTERS)
     room.meet()  # all ranks have read what lies there
     terms = like.new_empty((world, *shape))
-    _wait(_now(like.device), beside)
+    _wait(_now(like.device), like.device, beside)
     for hop in range(world - 1):
         target, source = (rank + 1 + hop) % world, (rank - 1 - hop) % world
         make(target, room.part(rank, shape, dtype, hop * size))
@@ -111,5 +111,5 @@ def scatter(
             room.hear(source)
             terms[source].copy_(room.part(source, shape, dtype, hop * size))
     make(rank, terms[rank])
-    _wait(_after(beside))
+    _wait(_after(beside), like.device)
     return terms[0] + terms[1] if world == 2 else terms.sum(0)

@@ -7,6 +7,8 @@ in it. Rooms are made by use and kept with the group; one stream at a time uses 
 from __future__ import annotations
 
 import socket
+import weakref
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +51,23 @@ class Room(NamedTuple):
         self.kept[0].wait_signal(rank, channel=1)
 
 
-# By group and use: the group, the bytes asked for, and the room or why there is none.
-_rooms: dict[tuple[str, str], tuple[Any, int, Room | str]] = {}
+@dataclass
+class Known:
+    """A group's rooms of one use.
+
+    refused: sizes that could not be made, and why. captured: whether a graph may hold the room's addresses; such a
+    room is moved to `kept` when a larger one replaces it."""
+
+    group: weakref.ref[Any]
+    room: Room | None = None
+    nbytes: int = 0
+    refused: dict[int, str] = field(default_factory=dict)
+    captured: bool = False
+    kept: list[Room] = field(default_factory=list)
+
+
+_rooms: dict[tuple[torch.device, str, str], Known] = {}  # by device, the group's name and use
+groups.at_leave.append(_rooms.clear)
 
 
 def refuses(device: torch.device, group: Any, use: str, nbytes: int) -> str | None:
@@ -74,21 +91,46 @@ def _found(device: torch.device, group: Any, use: str, nbytes: int) -> Room | st
         return f"symmetric memory is of GPUs, and the tensors are on the {device.type}"
     groups.ready()
     group = group or dist.group.WORLD
-    where = group.group_name, use
-    known, most, found = _rooms.get(where, (None, 0, ""))
-    if known is not group:  # a former group of this name
-        most = 0
-    elif isinstance(found, str) or most >= nbytes:
-        return found
-    if torch.cuda.is_current_stream_capturing():
+    where = device, group.group_name, use
+    known = _rooms.get(where)
+    if known is None or known.group() is not group:  # the first use, or a former group had this name
+        known = Known(weakref.ref(group))
+    capturing = torch.cuda.is_current_stream_capturing()
+    if known.room is not None and known.nbytes >= nbytes:
+        known.captured |= capturing
+        return known.room
+    if (reason := _refused(known, nbytes)) is not None:
+        return reason
+    if capturing:
         raise RidgelineError(
             "parallel: the first call makes symmetric memory, which a graph cannot capture; call once before"
         )
-    nbytes = max(nbytes, 2 * most)
-    _rooms.pop(where, None)  # its memory is freed first
-    del found
-    made = _unlike(group) or _made(device, group, nbytes)
-    _rooms[where] = group, nbytes, made
+    for ended in [key for key, other in _rooms.items() if other.group() is None]:
+        del _rooms[ended]
+    _rooms[where] = known
+    return _grown(known, device, group, nbytes)
+
+
+def _refused(known: Known, nbytes: int) -> str | None:
+    """Returns why so many bytes could not be made before; more bytes cannot be either."""
+    return next((why for least, why in known.refused.items() if least <= nbytes), None)
+
+
+def _grown(known: Known, device: torch.device, group: Any, nbytes: int) -> Room | str:
+    """Makes a room that replaces the former, of twice its size if possible. After a failure the former stays."""
+    if known.room is None and (reason := _unlike(group)) is not None:
+        known.refused[0] = reason
+        return reason
+    made: Room | str = ""
+    for size in sorted({nbytes, max(nbytes, 2 * known.nbytes)}, reverse=True):
+        made = _refused(known, size) or _made(device, group, size)
+        if isinstance(made, str):
+            known.refused[size] = made
+            continue
+        if known.room is not None and known.captured:
+            known.kept.append(known.room)
+        known.room, known.nbytes, known.captured = made, size, False
+        break
     return made
 
 
@@ -106,23 +148,47 @@ def _unlike(group: Any) -> str | None:
 
 
 def _made(device: torch.device, group: Any, nbytes: int) -> Room | str:
+    """Returns a new room, or why one of the ranks has none: the same on each rank."""
     import torch.distributed._symmetric_memory as symmetric
     from torch._C._distributed_c10d import _SymmetricMemory
 
     rank, world = groups.rank(group), groups.size(group)
+    tensor = handle = None
+    reason = ""
     try:
         # Not by `empty` of that module: tensors of its pools may share their signals.
         tensor = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name)
-        handle = symmetric.rendezvous(tensor, group.group_name)
-        if handle is None:
-            return "torch makes no symmetric memory for these ranks"
-        starts, signals = handle.buffer_ptrs, handle.signal_pad_ptrs
     except RuntimeError as error:
-        return f"torch makes no symmetric memory for these ranks: {str(error).splitlines()[0]}"
-    buffers = torch.tensor([p + tensor.data_ptr() - starts[rank] for p in starts], device=device)
-    pads = torch.tensor(list(signals), device=device)
-    counts = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+        reason = _said(error)
+    if wrong := _first(reason, group):  # else the others would wait for this rank in `rendezvous`
+        return wrong
+    assert tensor is not None
+    try:
+        handle = symmetric.rendezvous(tensor, group.group_name)
+        reason = "" if handle is not None else "no handle"
+        if handle is not None:
+            starts, signals = handle.buffer_ptrs, handle.signal_pad_ptrs
+            buffers = torch.tensor([p + tensor.data_ptr() - starts[rank] for p in starts], device=device)
+            pads = torch.tensor(list(signals), device=device)
+            counts = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        reason = _said(error)
+    if wrong := _first(reason, group):  # this meeting also keeps a rank from signalling before all have their tables
+        return wrong
     slots = getattr(symmetric, "get_signal_pad_size", lambda: 2048)() // 4
-    torch.cuda.synchronize(device)
-    dist.barrier(group)  # no rank signals before all have their tables
     return Room(buffers, pads, counts, rank, min(BLOCKS, slots // world), (handle, tensor))
+
+
+def _said(error: RuntimeError) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _first(reason: str, group: Any) -> str | None:
+    """Exchanges what the ranks have to say, and returns the first reason."""
+    reasons: list[Any] = [None] * groups.size(group)
+    dist.all_gather_object(reasons, reason, group=group)
+    for rank, why in enumerate(reasons):
+        if why:
+            return f"torch makes no symmetric memory for these ranks: rank {rank} says: {why}"
+    return None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ridgeline.op import LOADED, Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, get, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, get, nbytes
 from ridgeline.ops.attention.common.arguments import Options, check, in_autocast, options
 from ridgeline.ops.attention.common.cost import FLOPS, ORDERS, pairs
 from ridgeline.ops.attention.common.kernels import GLUON, OPS, TRITON, by_kernels
@@ -161,7 +161,7 @@ def _flex(q: Any, k: Any, v: Any, refused: dict[str, Any], deterministic: Any, *
         raise RidgelineError(f"attention: {found[0]} does not go with score_mod and block_mask; {instead}")
     if isinstance(deterministic, torch.Tensor) or deterministic not in (None, True, False):
         raise RidgelineError(f"attention: deterministic must be None, True or False, got {deterministic!r}")
-    op = LOADED.get("flex_attention") or get("flex_attention")
+    op = get("flex_attention")
     return op.function(q, k, v, **given)
 
 

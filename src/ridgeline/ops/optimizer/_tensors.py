@@ -8,6 +8,7 @@ waits, and they can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -121,12 +122,14 @@ class Shelf:
     """Tables of earlier calls, by what they depend on.
 
     Gradients are new tensors at each step, and may lie elsewhere: then only their addresses are written, a twentieth
-    of the work on the host. column: which address of a row is the gradient's.
+    of the work on the host. A thread has its own tables, for another may rewrite its own before it launches. column:
+    which address of a row is the gradient's.
     """
 
     def __init__(self, column: int):
         self.column = column
         self.known: dict[Any, Known] = {}
+        self.lock = threading.Lock()  # of removals
 
     def find(self, fixed: Any, grads: Sequence[torch.Tensor]) -> list[Table] | None:
         """The tables of a call, or None if they must be made. fixed: what else than the gradients they depend on."""
@@ -139,29 +142,36 @@ class Shelf:
             return known and known.tables
         if not all([table.aligned for table in known.tables]) or any([a & 15 for a in addresses]):
             return None
+        with self.lock:  # an interrupted rewrite leaves no entry
+            self.known.pop(form, None)
         for table in known.tables:
             own = [addresses[n] for n in table.rows]
             for start in range(0, len(own), BATCH):
                 some = own[start : start + BATCH]
                 values = _plain(some + [0] * (BATCH - len(some)))
                 launch(_replace, (1,), table.table[8 * start + 2 + self.column :], values, len(some), num_warps=1)
-        self.known[form] = Known(known.tables, addresses)
+        self._put(form, Known(known.tables, addresses))
         return known.tables
 
     @staticmethod
     def _form(fixed: Any, key: Any, grads: Sequence[torch.Tensor]) -> Any:
-        """All that a call's tables depend on but its gradients' addresses. An address tells its device, others not."""
-        return fixed, *key[:2], *key[3:], tuple(map(torch.Tensor.get_device, grads))
+        """All that a call's tables depend on but its gradients' addresses, and the thread.
+
+        An address tells its device; the rest does not."""
+        return threading.get_ident(), fixed, *key[:2], *key[3:], tuple(map(torch.Tensor.get_device, grads))
 
     def keep(self, fixed: Any, grads: Sequence[torch.Tensor], tables: list[Table]) -> None:
         """Keeps a call's tables; drops the oldest if there are too many."""
         key = address_key(grads)
         if key is None:
             return
-        form = self._form(fixed, key, grads)
-        if form not in self.known and len(self.known) >= 64:
-            del self.known[next(iter(self.known))]
-        self.known[form] = Known(tables, key[2])
+        self._put(self._form(fixed, key, grads), Known(tables, key[2]))
+
+    def _put(self, form: Any, known: Known) -> None:
+        with self.lock:
+            if form not in self.known and len(self.known) >= 64:
+                self.known.pop(next(iter(self.known)), None)
+            self.known[form] = known
 
 
 def address_key(*lists: Sequence[torch.Tensor]) -> Any:

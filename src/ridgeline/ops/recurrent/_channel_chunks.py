@@ -117,10 +117,12 @@ def own_weights(plan: Plan) -> Prepared:
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
     gpu = device.of(call.q)
     tiles = pair_tiles(gpu, form.K, form.V)
-    programs = min(gpu.multiprocessors * tiles.programs, plan.chunks)
+    programs, count = gpu.multiprocessors * tiles.programs, plan.chunks
     room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    launch(own_pairs, (programs,), *args, made, plan.packing, room, plan.chunks, form=form, num_stages=1, **tiles.facts)
+    facts: dict[str, Any] = {"form": form, "num_stages": 1, **tiles.facts}
+    # as a function: under tracing the lesser number would be a guard on the number of chunks
+    launch(own_pairs, lambda _: (min(programs, count),), *args, made, plan.packing, room, count, **facts)
     return made
 
 
