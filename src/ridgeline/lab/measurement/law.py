@@ -361,11 +361,9 @@ class Law:
         return value.detach()[self.rows].requires_grad_(value.requires_grad)
 
     def _nearby(self, small: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Returns the outputs and gradients of torch and of the oracle, for inputs an ulp from the given ones.
-
-        Incoming gradients move too: the gradient of a bias depends on nothing else."""
-        near, incoming = ([self._near(a) for a in some] for some in (small, map(self._narrow, self.incoming)))
-        theirs, exact = self._torch(near, incoming), self._oracle(near, incoming)
+        """Returns the outputs and gradients of torch and of the oracle, for inputs an ulp from the given ones."""
+        near = [self._near(a) for a in small]
+        theirs, exact = self._torch(near, [self._narrow(g) for g in self.incoming]), self._oracle(near)
         return theirs[0] + theirs[1], exact[0] + exact[1]
 
     def _near(self, value: Any) -> Any:
@@ -394,16 +392,13 @@ class Law:
 
         return self._gradients(inside, small, self.kwargs, incoming, mutates=False)
 
-    def _oracle(self, small: list[Any], incoming: list[Any] | None = None, *, move: bool = False) -> Result:
-        """Returns the reference's result in float64. incoming: gradients, by default the law's own.
-
-        move: move all inputs and incoming gradients by half an ulp."""
+    def _oracle(self, small: list[Any], move: bool = False) -> Result:
+        """Returns the reference's result in float64. move: move all inputs and incoming gradients by half an ulp."""
         args = [_cast(a, torch.float64) for a in small]
         kwargs = {k: _cast(v, torch.float64) for k, v in self.kwargs.items()}
-        given_back = [self._narrow(g) for g in self.incoming] if incoming is None else incoming
-        incoming = [_cast(g, torch.float64) for g in given_back]
+        incoming = [_cast(self._narrow(g), torch.float64) for g in self.incoming]
         if move:
-            for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *given_back]), strict=True):
+            for exact, given in zip(tensors_of([*args, *incoming]), tensors_of([*small, *self.incoming]), strict=True):
                 # 8-bit codes are exact.
                 if (given.is_floating_point() or given.is_complex()) and given.element_size() > 1:
                     _move(real(exact.detach()), torch.finfo(given.dtype).eps, self.dice)
