@@ -289,7 +289,8 @@ def test_memory_of_the_leaderboard_and_of_a_patched_model() -> None:
     )  # two layers keep more
     assert sum(most.values()) - most["context"] + more == pytest.approx(137.8e9, rel=0.05)
     llama = shapes.shape("llama-1b")
-    (row,) = [r for r in rows("h200.jsonl") if r["type"] == "model" and r["variant"] == "ridgeline"]
+    models = [r for r in rows("h200.jsonl") if r["type"] == "model" and r["model"] == "llama-1b"]
+    (row,) = [r for r in models if r["variant"] == "ridgeline"]
     product = 4 * 4096 * llama.layers * 2 * llama.hidden  # transformers' patched MLP makes the gate's product again
     assert peak("llama-1b", 4096, 4) - product == pytest.approx(row["peak_bytes"], rel=0.05)
 
