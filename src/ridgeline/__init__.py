@@ -42,8 +42,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"ridgeline has no {name!r}; its ops are {', '.join(ops)}, its modules {', '.join(_SUBMODULES)}"
         )
-    op.get(name)
-    found = globals()[name] = getattr(import_module(ops[name]), name)
+    found = globals()[name] = op.get(name).function
     return found
 
 

@@ -75,9 +75,8 @@ class _Planner:
         self.turned = frozenset(_to_quantize(model, quantize)) if quantize else frozenset()
         self.turned_experts = frozenset(_experts_to_quantize(model, quantize)) if quantize else frozenset()
         part = PART.fullmatch(memory or "")
-        self.again = (
-            int(part[1]) if part else None if memory == "products" else 0
-        )  # layers whose products are; None: all
+        # How many layers make their products again; None: all.
+        self.again = int(part[1]) if part else None if memory == "products" else 0
         self.layers: list[str] = []  # of feed-forward layers, in the model's order
 
     def note(
@@ -220,10 +219,8 @@ class _Planner:
         if reason:
             return self.note(name, module, "mlp", None, reason, **cost)
         self.layers.append(name)
-        gate, again = (
-            "silu_mul" if activation == "silu" else "gelu_mul",
-            self.again is None or len(self.layers) <= self.again,
-        )
+        gate = "silu_mul" if activation == "silu" else "gelu_mul"
+        again = self.again is None or len(self.layers) <= self.again
         made = AGAIN if again else ""
         remark = "gate or up has a bias or is no plain nn.Linear, so their products are its own", made
         if facts.merged:

