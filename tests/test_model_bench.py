@@ -39,11 +39,13 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Variants:
     """Stands in for the processes: threads that answer from a script. log: (variant, command) in the order of answers.
 
-    script: {variant: {command: (status, value)}} where an answer differs from the usual one.
+    script: {variant: {command: (status, value)}} where an answer differs from the usual one. late: the variant that asks
+    for its first turn only after another one has made its first steps.
     """
 
-    def __init__(self, monkeypatch, total=0, **script):
-        self.log, self.script, self.total = [], script, total
+    def __init__(self, monkeypatch, total=0, late=None, **script):
+        self.log, self.script, self.total, self.late = [], script, total, late
+        self.prepared = threading.Event()
         monkeypatch.setattr(model_bench.Process, "start", self._start())
 
     def _start(self):
@@ -65,9 +67,13 @@ class Variants:
             while True:
                 command, arguments = connection.recv()
                 if command == "prepare":
+                    if task.variant == self.late:
+                        assert self.prepared.wait(60)
                     connection.send(("turn", None))
                     connection.recv()
                 self.log.append((task.variant, command))
+                if command == "prepare":
+                    self.prepared.set()
                 special = self.script.get(task.variant, {})
                 connection.send(special.get(command) or ("ok", self.usual(command, arguments)))
         except (EOFError, OSError):
@@ -170,7 +176,7 @@ def test_losses_that_are_no_numbers(monkeypatch, house):
 
 
 def test_a_step_that_did_not_fit_beside_others_is_tried_with_them_parked(monkeypatch):
-    variants = Variants(monkeypatch, liger={"prepare": ("oom", "it needs more memory than there is")})
+    variants = Variants(monkeypatch, late="liger", liger={"prepare": ("oom", "it needs more memory than there is")})
     rows = measured()
     assert variants.turns("prepare").count("liger") == 2
     assert rows["liger"]["status"] == "oom"
