@@ -10,7 +10,7 @@ import torch
 
 import ridgeline
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _channel_chunks, _chunks
+from ridgeline.ops.recurrent import _channel_chunks, _chunks, ssd
 
 pytestmark = pytest.mark.kernels
 
@@ -155,6 +155,18 @@ def test_ssd_with_everything(device: str) -> None:
         y, last = ridgeline.ssd(*leaves[:5], **given, return_state=True, impl=impl)
         found.append([y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), leaves)])
     close(*found, bound=1e-5)
+
+
+def test_ssd_by_name_is_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`impl="torch"` runs that rung, not the recurrence."""
+    dice = torch.Generator().manual_seed(3)
+    x, dt, B, C = (torch.randn(*shape, generator=dice) for shape in ((1, 9, 4, 10), (1, 9, 4), *((1, 9, 2, 6),) * 2))
+    A, ends = -torch.rand(4, generator=dice), torch.tensor([0, 4, 9], dtype=torch.int32)
+    wanted = ridgeline.ssd(x, dt, A, B, C, impl="naive")
+    monkeypatch.setattr(ssd, "recurrence", None)
+    torch.testing.assert_close(ridgeline.ssd(x, dt, A, B, C, impl="torch"), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ridgeline.RidgelineError, match="packed"):
+        ridgeline.ssd(x, dt, A, B, C, cu_seqlens=ends, impl="torch")
 
 
 @pytest.mark.parametrize("kind", ["channel", "rwkv6"])
