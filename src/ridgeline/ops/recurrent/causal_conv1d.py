@@ -153,9 +153,8 @@ def _backward(
     if need:
         chosen, pieces = tiles(gpu), _pieces(x, ends, _length(gpu)).count
         most = max(gpu.multiprocessors * chosen.programs // max(-(-C // chosen.channels), 1), 1)
-        programs = max(
-            -(-pieces // max(-(-pieces // most), 1)), 1
-        )  # as few as make no more rounds, so that all have as many
+        rounds = max(-(-pieces // most), 1)
+        programs = max(-(-pieces // rounds), 1)  # no more than these rounds need, so that all have as many pieces
         parts = torch.empty((programs, width + 1, C), dtype=torch.float32, device=x.device)
     run(OP, "bwd", impl, (dx, parts, dfirst), dy, dlast, x, weight, bias, first, ends, activation)
     dweight = dbias = None
