@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
@@ -151,7 +151,7 @@ def _backward(
     dfirst = None if first is None else torch.empty(first.shape, dtype=first.dtype, device=x.device)
     parts = None
     if need:
-        chosen, pieces = tiles(gpu), _pieces(x, ends, _length(gpu)).count
+        chosen, pieces = tiles(gpu), 1 if tracing() else _pieces(x, ends, _length(gpu)).count
         most = max(gpu.multiprocessors * chosen.programs // max(-(-C // chosen.channels), 1), 1)
         rounds = max(-(-pieces // most), 1)
         programs = max(-(-pieces // rounds), 1)  # no more than these rounds need, so that all have as many pieces
