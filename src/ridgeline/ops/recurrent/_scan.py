@@ -392,6 +392,34 @@ def finish(
 
 
 @triton.jit
+def _of_gradient(gradient, sequences, n, h, pair, start, form: tl.constexpr):
+    """Where a head's rows of q, k or v begin, its sums, and the number of its first mark."""
+    mine = find_head(gradient, n, h, sequences.ends, start)
+    sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
+    if sequences.ends is None:
+        sums += n.to(tl.int64) * gradient.sums_batch
+        room = pair.to(tl.int64) * sequences.marks
+    else:  # each sequence has room for one chunk more than it may need
+        room = h.to(tl.int64) * sequences.marks + start // form.C + n
+    return mine, sums, room
+
+
+@triton.jit
+def _weigh(found, of_bonus, gradient, sums, rows, end, own, c, weight, skip, form: tl.constexpr):
+    """Adds D's part to a chunk's results. In the pass to v, `found` is the gradient of weighted rows and c that of o:
+    rows of v, `own`, bring the step sizes' gradients to `gradient`, and D's to `of_bonus`."""
+    if form.STEP == 3:
+        spots = gradient.sums + sums + rows.to(tl.int64) * gradient.sums_token
+        tl.store(spots, tl.sum(own.to(tl.float32) * found, 1), mask=rows < end)
+        found *= weight[:, None]
+        if form.BONUS:
+            of_bonus += tl.sum(own.to(tl.float32) * c.to(tl.float32), 0)
+    if form.SKIP:
+        found += skip * c
+    return found, of_bonus
+
+
+@triton.jit
 def scan_chunks(
     a, b, c, out, gate, bonus, steps, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
 ):  # fmt: skip
@@ -422,15 +450,8 @@ def scan_chunks(
         from_g = find_head(gate, n, h, sequences.ends, start)
     mine, sums, room = from_a, start, start
     if OUT and (form.GRADIENT or form.STEP == 3):
-        mine = find_head(gradient, n, h, sequences.ends, start)
-        sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
-        if sequences.ends is None:
-            sums += n.to(tl.int64) * gradient.sums_batch
-            room = pair.to(tl.int64) * sequences.marks
-        else:  # each sequence has room for one chunk more than it may need
-            room = h.to(tl.int64) * sequences.marks + start // form.C + n
-    up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
-    skip = _skip_of(steps, h, form)
+        mine, sums, room = _of_gradient(gradient, sequences, n, h, pair, start, form)
+    (up, down), skip = (scale, 1.0) if form.REVERSE else (1.0, scale), _skip_of(steps, h, form)
     decay = tl.zeros([wide], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     of_bonus = tl.zeros([BN], tl.float32)
     begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
@@ -467,14 +488,10 @@ def scan_chunks(
                 if not form.INSIDE and u is not None:
                     own_pair *= u[None, :]
                 found += own_pair
-            if form.STEP == 3:  # found is the gradient of weighted rows of v, and c that of o
-                spots = gradient.sums + sums + rows.to(tl.int64) * gradient.sums_token + part
-                tl.store(spots, tl.sum(own.to(tl.float32) * found, 1), mask=rows < end)
-                found *= weight[:, None]
-                if form.BONUS:
-                    of_bonus += tl.sum(own.to(tl.float32) * tc.to(tl.float32), 0)
-            if form.SKIP:
-                found += skip * tc
+            if form.STEP > 0:
+                found, of_bonus = _weigh(
+                    found, of_bonus, gradient, sums + part, rows, end, own, tc, weight, skip, form
+                )  # fmt: skip
             there = (rows < end)[:, None] & (columns < form.N)[None, :]
             tl.store(to + rows.to(tl.int64)[:, None] * out.token + columns[None, :], found, mask=there)
         state = other

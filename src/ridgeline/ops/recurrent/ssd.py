@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.pointwise.silu_mul import silu_mul
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, get, nbytes
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -67,7 +66,7 @@ def _served(impl: str | None, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor
     first = first if first is None or first.is_contiguous() else first.contiguous()
     skip = None if D is None else D.to(single).contiguous()
     y, state = through(C, B, x, step * A.to(single), step, skip, first, given.cu_seqlens, scale, precision(), impl)
-    return (y if z is None else silu_mul(z, y).to(x.dtype)), state
+    return (y if z is None else get("silu_mul").function(z, y).to(x.dtype)), state
 
 
 @kernel_op(
