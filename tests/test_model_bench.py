@@ -39,8 +39,8 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Variants:
     """Stands in for the processes: threads that answer from a script. log: (variant, command) in the order of answers.
 
-    script: {variant: {command: (status, value)}} where an answer differs from the usual one. late: the variant that asks
-    for its first turn only after another one has made its first steps.
+    script: {variant: {command: (status, value)}} where an answer differs from the usual one. late: the variant that
+    asks for its first turn only after another one has made its first steps.
     """
 
     def __init__(self, monkeypatch, total=0, late=None, **script):
