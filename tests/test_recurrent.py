@@ -10,7 +10,7 @@ import torch
 
 import ridgeline
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _channel_chunks, _chunks
+from ridgeline.ops.recurrent import _causal_product, _channel_chunks, _chunks, ssd
 
 pytestmark = pytest.mark.kernels
 
@@ -155,6 +155,73 @@ def test_ssd_with_everything(device: str) -> None:
         y, last = ridgeline.ssd(*leaves[:5], **given, return_state=True, impl=impl)
         found.append([y, last, *torch.autograd.grad(y.sin().sum() + last.sum(), leaves)])
     close(*found, bound=1e-5)
+
+
+def plain_product(one: Any, turned: bool) -> None:
+    """What each way of causal_product.cu computes."""
+    B, T, heads, D = one.a.shape
+    shape = (B, heads, D, one.c.shape[3])
+    state = torch.zeros(shape, dtype=one.a.dtype)
+    turn = (lambda S: S.view(*shape[:2], shape[3], shape[2]).mT) if turned else (lambda S: S.view(shape))
+    state = state if one.first is None else turn(one.first).clone()
+    new, read = one.factors
+    for t in reversed(range(T)) if one.reverse else range(T):
+        state = state + new * one.b[:, t, :, :, None] * one.c[:, t, :, None]
+        one.out[:, t] = read * (state * one.a[:, t, :, :, None]).sum(-2)
+    if one.last is not None:
+        turn(one.last).copy_(state)
+
+
+def test_roles_of_the_causal_product_on_cuda_cores() -> None:
+    """The three gradients are the same product with other roles, and states transposed for two of them."""
+    dice = torch.Generator().manual_seed(7)
+    q, k, v, state, do, dlast = (
+        torch.randn(*shape, dtype=torch.float64, generator=dice)
+        for shape in ((2, 9, 3, 4), (2, 9, 3, 4), (2, 9, 3, 6), (2, 3, 4, 6), (2, 9, 3, 6), (2, 3, 4, 6))
+    )
+    leaves = [t.requires_grad_() for t in (q, k, v, state)]
+    wanted = ridgeline.op.get("linear_attention").reference(
+        q, k, v, initial_state=state, return_state=True, scale=0.7
+    )  # fmt: skip
+    grads = torch.autograd.grad(wanted, leaves, (do, dlast))
+    q, k, v, state = (t.detach() for t in leaves)
+    o, last, made = torch.empty_like(v), torch.empty_like(state), [torch.empty_like(t) for t in leaves]
+    inputs = q, k, v, None, None, state, None, 0.7, "ieee"
+    _causal_product.fwd(plain_product, o, last, *inputs)
+    _causal_product.bwd(plain_product, *made[:3], None, None, made[3], do, dlast, *inputs)
+    for found, right in zip((o, last, *made), (*wanted, *grads), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", list(_causal_product.WAYS))
+@pytest.mark.parametrize(("T", "K", "V"), [(1, 32, 64), (37, 64, 64), (500, 128, 32), (130, 96, 128)])
+@pytest.mark.parametrize("stated", [False, True])
+def test_the_causal_product_on_cuda_cores(impl: str, T: int, K: int, V: int, stated: bool, device: str) -> None:
+    dice = torch.Generator(device).manual_seed(T)
+    shapes = (2, T, 3, K), (2, T, 3, K), (2, T, 3, V), (2, 3, K, V)
+    leaves = [torch.randn(*shape, device=device, generator=dice) for shape in shapes]
+    found = []
+    for name, kind in ((impl, torch.float32), (impl, torch.float32), ("naive", torch.float64)):
+        args = [t.to(kind).requires_grad_() for t in (leaves if stated else leaves[:3])]
+        state = args[3] if stated else None
+        made = ridgeline.linear_attention(*args[:3], initial_state=state, return_state=True, scale=K**-0.5, impl=name)
+        loss = made[0].sin().sum() + (made[1].cos().sum() if stated else 0)
+        found.append([*made, *torch.autograd.grad(loss, args)])
+    close(found[0], found[2], 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True))
+
+
+def test_ssd_by_name_is_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`impl="torch"` runs that rung, not the recurrence."""
+    dice = torch.Generator().manual_seed(3)
+    x, dt, B, C = (torch.randn(*shape, generator=dice) for shape in ((1, 9, 4, 10), (1, 9, 4), *((1, 9, 2, 6),) * 2))
+    A, ends = -torch.rand(4, generator=dice), torch.tensor([0, 4, 9], dtype=torch.int32)
+    wanted = ridgeline.ssd(x, dt, A, B, C, impl="naive")
+    monkeypatch.setattr(ssd, "recurrence", None)
+    torch.testing.assert_close(ridgeline.ssd(x, dt, A, B, C, impl="torch"), wanted, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ridgeline.RidgelineError, match="packed"):
+        ridgeline.ssd(x, dt, A, B, C, cu_seqlens=ends, impl="torch")
 
 
 @pytest.mark.parametrize("kind", ["channel", "rwkv6"])

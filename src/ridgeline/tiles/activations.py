@@ -20,6 +20,13 @@ def _shares(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def quick_sigmoid(x):
+    """sigmoid(x) in four instructions, not Triton's dozen: accurate enough for 16-bit results, on NVIDIA GPUs only."""
+    code: tl.constexpr = "{.reg .f32 e; ex2.approx.ftz.f32 e, $1; add.f32 e, e, 0f3F800000; rcp.approx.ftz.f32 $0, e;}"
+    return tl.inline_asm_elementwise(code, "=f,f", [x * -1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def silu(x, dtype: tl.constexpr = None):
     """x sigmoid(x). dtype, here and below: the data's, if float32 must be accurate to the last bit."""
     p, _ = _shares(x, dtype)

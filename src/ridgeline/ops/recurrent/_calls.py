@@ -208,7 +208,7 @@ def engine(
         dq, dk = (torch.empty((B, T, HV, K), dtype=kind, device=q.device) for _ in range(2))
         made: list[Any] = [dq, dk, torch.empty(v.shape, dtype=v.dtype, device=q.device)]
         for n, t in zip(others, rest, strict=False):
-            shape = None if t is None else (HV, K) if t.dim() == 2 else (B, T, HV, K)[: t.dim()]
+            shape = None if t is None else (HV, K)[: t.dim()] if t.dim() < 3 else (B, T, HV, K)[: t.dim()]
             dtype = kind if n in narrow else torch.float32
             made.append(None if shape is None else torch.empty(shape, dtype=dtype, device=q.device))
         first = rest[len(others)]

@@ -10,14 +10,15 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, chain_segments, scan_chunks
+from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, Steps, chain_segments, scan_chunks
 
 MOST = 256  # columns of q, k and v
 Maybe = torch.Tensor | None
 
 
 class Call(NamedTuple):
-    """The inputs of the registered ops; g is None, (B, T, heads) or (B, T, heads, K)."""
+    """The inputs of the registered ops; g is None, (B, T, heads) or (B, T, heads, K). step and skip are Mamba-2's: a
+    factor of each token's v, (B, T, HV), and D, (HV,), by which o gets v; both contiguous in float32."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -28,6 +29,8 @@ class Call(NamedTuple):
     ends: Maybe
     scale: float
     precision: str
+    step: Maybe = None
+    skip: Maybe = None
 
     @property
     def gate(self) -> int:
@@ -56,7 +59,8 @@ class Pass(NamedTuple):
     own: Maybe = None  # q or k, where the gate has a gradient
     sums: Maybe = None  # dg, (B, T, heads, K), or a column for each slice of columns
     marks: Maybe = None
-    bonus: Maybe = None  # du
+    bonus: Maybe = None  # du, or D's gradient
+    step: int = 0  # what the step sizes weigh, as in Form
 
 
 def tiles(gpu: device.Device, dtype: torch.dtype, gate: int, D: int, N: int) -> tuple[int, int, int, int, int]:
@@ -90,8 +94,8 @@ def scan(call: Call, one: Pass) -> None:
     count, length = segments(gpu, N * HV * slices, T, C * unit)
     form = Form(
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, call.gate, one.inside, one.reverse,
-        call.u is not None, one.a.dtype == torch.float32, call.precision, one.sums is not None,
-        one.bonus is not None,
+        call.u is not None, one.a.dtype == torch.float32, call.precision, one.marks is not None,
+        one.bonus is not None, one.step, bool(one.step) and one.inside and call.skip is not None,
     )  # fmt: skip
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": one.a.device}
     starts = decays = partial = None
@@ -109,14 +113,17 @@ def scan(call: Call, one: Pass) -> None:
     marks = 1 if one.marks is None else one.marks.shape[1]
     where = Sequences(call.ends, T, HV, length, count, marks)
     gate = None if call.g is None else call.rows(call.g)
-    args = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate, call.u
+    steps = None
+    if call.step is not None:
+        steps = Steps(*call.rows(call.step), call.skip)
+    args = *(call.rows(t) for t in (one.a, one.b, one.c, one.out)), gate, call.u, steps
     facts: dict[str, Any] = {"form": form, "num_warps": warps, "num_stages": stages}
     if starts is not None:
         launch(scan_chunks, (count * slices, N * HV), *args, states, None, where, call.scale, **facts, OUT=False)
         launch(chain_segments, (slices, N * HV), states, count, **facts)
     launch(scan_chunks, (count * slices, N * HV), *args, states, gradient, where, call.scale, **facts, OUT=True)
     if partial is not None and one.bonus is not None:
-        torch.sum(partial, 0, out=one.bonus)
+        torch.sum(partial, 0 if one.step == 0 else (0, 2), out=one.bonus)
 
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
@@ -124,15 +131,27 @@ def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     if call.q.shape[1] == 1 and call.ends is None:
         _step.start(o, last, _step.Token(*inputs[:5]), call.first, call.scale)
         return
-    scan(call, Pass(call.q, call.k, call.v, o, True, False, call.first, last))
+    forward(o, last, call)
+
+
+def forward(o: torch.Tensor, last: torch.Tensor, call: Call) -> None:
+    step = 0 if call.step is None else 1
+    scan(call, Pass(call.q, call.k, call.v, o, True, False, call.first, last, step=step))
 
 
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
-    """Three scans. The first brings its part to dg, and keeps the states before chunks; the second brings the rest."""
-    call = Call(*inputs)
+    backward((dq, dk, dv, dg, du, None, dfirst), do, dlast, Call(*inputs))
+
+
+def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: Call) -> None:
+    """Three scans. The first brings its part to dg, and keeps the states before chunks; the second brings the rest.
+
+    gradients: of q, k, v, g, u (or D), the step sizes and the first state."""
+    dq, dk, dv, dg, du, dstep, dfirst = gradients
+    weighs = (0, 0, 0) if call.step is None else (1, 2, 3)
     q, k, v = call.q, call.k, call.v
     (B, T, HV, V), K = v.shape, q.shape[3]
     BN, C, _, _, _ = tiles(device.of(q), q.dtype, call.gate, V, K)
@@ -142,9 +161,16 @@ def bwd(
         wide = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
         marks = torch.empty((heads, chunks, V, K), dtype=wide, device=q.device)
         sums = dg if call.gate == 2 else torch.empty((B, T, HV, -(-K // BN)), dtype=torch.float32, device=q.device)
-    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, marks, du))
-    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, marks))
+    of_u, of_skip = (du, None) if call.step is None else (None, du)
+    scan(call, Pass(do, v, k, dq, False, False, call.first, None, q, sums, marks, of_u, weighs[0]))
+    scan(call, Pass(v, do, q, dk, False, True, dlast, None, k, sums, marks, None, weighs[1]))
     del marks
-    scan(call, Pass(k, q, do, dv, True, True, dlast, dfirst))
+    parts = None
+    if dstep is not None:
+        BN = tiles(device.of(q), q.dtype, call.gate, K, V)[0]
+        parts = torch.empty((B, T, HV, -(-V // BN)), dtype=torch.float32, device=q.device)
+    scan(call, Pass(k, q, do, dv, True, True, dlast, dfirst, v, parts, None, of_skip, weighs[2]))
+    if parts is not None:
+        torch.sum(parts, -1, out=dstep)
     if dg is not None and sums is not None and call.gate == 1:
         torch.sum(sums, -1, out=dg)

@@ -16,6 +16,9 @@ they carry. As the difference of two sums of all pairs its roundings would add u
 nothing cancels: pairs within a chunk, on the gate's two sides; earlier chunks' keys with the chunk's q, a suffix sum of
 q dq from the state alone; the chunk's k with later chunks' queries, a prefix sum of k dk from the state's gradient
 alone; and keys before the chunk with queries after it, <state, its gradient>, for which each chunk's state is kept.
+
+Mamba-2 weighs each token's v by its step size, and adds D v to o. The weight is a factor of the pairs and of what the
+state gets, so no weighted v is written. The pass that makes dv also sums the gradients of step sizes and D.
 """
 
 from __future__ import annotations
@@ -65,6 +68,17 @@ class Gradient(NamedTuple):
     bonus: Any  # partial sums of du (programs, N), float32, or None
 
 
+class Steps(NamedTuple):
+    """Mamba-2's step sizes (B, T, heads), with the fields of Rows, and D (heads,), both float32; D may be None."""
+
+    data: Any
+    batch: Any
+    token: Any
+    head: Any
+    group: Any
+    skip: Any
+
+
 class Sequences(NamedTuple):
     ends: Any  # cu_seqlens or None
     tokens: Any  # of each sequence without cu_seqlens
@@ -90,7 +104,9 @@ class Form(NamedTuple):
     SINGLE: bool  # float32 data
     PRECISION: str
     GRADIENT: bool  # whether the gate has one
-    BONUS: bool  # whether du is summed
+    BONUS: bool  # whether du, or D's gradient, is summed
+    STEP: int = 0  # Mamba-2's step sizes weigh 1: b's rows, 2: a's rows, 3: the results, and their gradients are summed
+    SKIP: bool = False  # whether there is a D, by which c's rows join the results
 
 
 @triton.jit
@@ -128,10 +144,10 @@ def half_sums(g, level: tl.constexpr, C: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
+def _by_matrix(a, b, c, g, weight, own, form: tl.constexpr, CROSSING: tl.constexpr):
     """The part of a chunk's rows that comes from the chunk itself, with at most a gate per token, and each row's decay
     since the chunk began and until it ends. With CROSSING and time reversed also each gate's gradient from the chunk's
-    own pairs: the sum over pairs of an earlier row and this row or a later one."""
+    own pairs: the sum over pairs of an earlier row and this row or a later one. weight: of rows, where form.STEP is."""
     C: tl.constexpr = form.C
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
@@ -150,6 +166,10 @@ def _by_matrix(a, b, c, g, own, form: tl.constexpr, CROSSING: tl.constexpr):
         else:
             apart = before[None, :] - before[:, None] if form.REVERSE else before[:, None] - before[None, :]
         scores *= decay_of(tl.where(seen, apart, 0.0), form)
+    if form.STEP == 1:
+        scores *= weight[None, :]
+    elif form.STEP == 2:
+        scores *= weight[:, None]
     scores = tl.where(seen, scores, 0.0)
     out = tl.dot(scores.to(c.dtype), c, input_precision=form.PRECISION)
     crossing = tl.zeros([C], tl.float32)
@@ -230,8 +250,9 @@ def _by_halves(a, b, c, g, u, own, form: tl.constexpr, CROSSING: tl.constexpr):
 
 
 @triton.jit
-def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
-    """What a chunk's rows get from the state (times `down`), and the state after the chunk (new pairs times `up`)."""
+def _across(state, a, b, c, g, weight, before, after, up, down, form: tl.constexpr):
+    """What a chunk's rows get from the state (times `down`), and the state after the chunk (new pairs times `up`).
+    weight: of rows, where form.STEP is."""
     left, right = a, c
     late, soon, whole = 1.0, 1.0, 1.0
     if form.GATE > 0:
@@ -241,6 +262,10 @@ def _across(state, a, b, c, g, before, after, up, down, form: tl.constexpr):
             else (decay_of(before, form), decay_of(after, form))
         )
         whole = decay_of(tl.sum(g, 0), form)
+    if form.STEP == 1:
+        soon *= weight
+    elif form.STEP == 2:
+        late *= weight
     if form.GATE == 1:
         late = late[:, None]  # type: ignore[index]
         right = (c * soon[:, None]).to(c.dtype)  # type: ignore[index]
@@ -289,6 +314,26 @@ def _gate_sums(place, rows, columns, part, end, step, own, beyond, crossing, hel
         found += tl.load(place + spots, mask=here, other=0.0)
         found += held if form.GATE == 1 else held[None, :]
     tl.store(place + spots, found, mask=here)
+
+
+@triton.jit
+def _step_sizes(steps, n, h, sequences, start, rows, end, form: tl.constexpr):
+    """The step sizes of a chunk's rows; zeros without."""
+    C: tl.constexpr = form.C
+    weight = tl.zeros([C], tl.float32)
+    if form.STEP > 0:
+        at = find_head(steps, n, h, sequences.ends, start)
+        weight = tl.load(at + rows.to(tl.int64) * steps.token, mask=rows < end, other=0.0)
+    return weight
+
+
+@triton.jit
+def _skip_of(steps, h, form: tl.constexpr):
+    """D of a head; 0 without."""
+    skip = tl.cast(0.0, tl.float32)
+    if form.SKIP:
+        skip = tl.load(steps.skip + h)
+    return skip
 
 
 @triton.jit
@@ -347,7 +392,9 @@ def finish(
 
 
 @triton.jit
-def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr):
+def scan_chunks(
+    a, b, c, out, gate, bonus, steps, states, gradient, sequences, scale, form: tl.constexpr, OUT: tl.constexpr
+):  # fmt: skip
     """A segment of a sequence and head, and BN columns. Without OUT only the state after it is written."""
     BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
@@ -374,7 +421,7 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
     if form.GATE > 0:
         from_g = find_head(gate, n, h, sequences.ends, start)
     mine, sums, room = from_a, start, start
-    if OUT and form.GRADIENT:
+    if OUT and (form.GRADIENT or form.STEP == 3):
         mine = find_head(gradient, n, h, sequences.ends, start)
         sums = h.to(tl.int64) * gradient.sums_head + start * gradient.sums_token
         if sequences.ends is None:
@@ -383,6 +430,7 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         else:  # each sequence has room for one chunk more than it may need
             room = h.to(tl.int64) * sequences.marks + start // form.C + n
     up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
+    skip = _skip_of(steps, h, form)
     decay = tl.zeros([wide], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     of_bonus = tl.zeros([BN], tl.float32)
     begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
@@ -393,16 +441,18 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
         ta, tb = tile_at(from_a, a.token, rows, depth, end, form.D), tile_at(from_b, b.token, rows, depth, end, form.D)
         tc = tile_at(from_c, c.token, rows, columns, end, form.N)
         g = _gates(gate, from_g, rows, channels, end, form)
+        weight = _step_sizes(steps, n, h, sequences, start, rows, end, form)
         own = tc
         if OUT and form.GRADIENT:
             mark = states.marks + (room + first // form.C) * (form.D * form.N) + plain
             held = _meet(mark, state, g, inside, form)
+        if OUT and (form.GRADIENT or form.STEP == 3):
             own = tile_at(mine, gradient.token, rows, columns, end, form.N)
         if form.GATE == 2:
             found, diagonal, before, after, crossing = _by_halves(ta, tb, tc, g, u, own, form, OUT and form.GRADIENT)
         else:
-            found, before, after, crossing = _by_matrix(ta, tb, tc, g, own, form, OUT and form.GRADIENT)
-        beyond, other = _across(state, ta, tb, tc, g, before, after, up, down, form)
+            found, before, after, crossing = _by_matrix(ta, tb, tc, g, weight, own, form, OUT and form.GRADIENT)
+        beyond, other = _across(state, ta, tb, tc, g, weight, before, after, up, down, form)
         if OUT:
             found = scale * found + beyond
             if form.GRADIENT:
@@ -417,11 +467,19 @@ def scan_chunks(a, b, c, out, gate, bonus, states, gradient, sequences, scale, f
                 if not form.INSIDE and u is not None:
                     own_pair *= u[None, :]
                 found += own_pair
+            if form.STEP == 3:  # found is the gradient of weighted rows of v, and c that of o
+                spots = gradient.sums + sums + rows.to(tl.int64) * gradient.sums_token + part
+                tl.store(spots, tl.sum(own.to(tl.float32) * found, 1), mask=rows < end)
+                found *= weight[:, None]
+                if form.BONUS:
+                    of_bonus += tl.sum(own.to(tl.float32) * tc.to(tl.float32), 0)
+            if form.SKIP:
+                found += skip * tc
             there = (rows < end)[:, None] & (columns < form.N)[None, :]
             tl.store(to + rows.to(tl.int64)[:, None] * out.token + columns[None, :], found, mask=there)
         state = other
         decay += tl.sum(g, 0)
-    if OUT and form.GRADIENT and form.BONUS:
+    if OUT and form.BONUS:
         spot = (segment.to(tl.int64) * tl.num_programs(1) + pair) * form.N
         tl.store(gradient.bonus + spot + columns, of_bonus, mask=columns < form.N)
     finish(states, state, decay, given, segment, whole + plain, inside, channels, form, OUT)

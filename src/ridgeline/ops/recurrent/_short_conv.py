@@ -6,6 +6,9 @@ The last inputs stay in registers, so each input is read once, and so is each in
 the unfinished gradients of the last inputs there too. STEP rows are loaded before the first of them is used, so that
 their loads are in flight together.
 
+Instructions bound backward as much as bytes do. So a row's address is that of the row before it plus a step, rows are
+counted from the piece's first in 32 bits, and half precision takes its sigmoid in four instructions.
+
 A piece is what a sequence has between two multiples of `length` tokens, so that no piece crosses a sequence's edge.
 With packed sequences, those of sequence n have the numbers from start_n // length + n on; some numbers stay unused.
 """
@@ -17,7 +20,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.tiles.activations import silu, silu_slope
+from ridgeline.tiles.activations import quick_sigmoid, silu, silu_slope
+
+LONGEST = tl.constexpr(1 << 30)
 
 
 class Line(NamedTuple):
@@ -67,6 +72,7 @@ class Shape(NamedTuple):
     STEP: int
     ROUNDS: int  # halvings that find one of the sequences
     SINGLE: bool  # float32 data
+    QUICK: bool  # half precision on an NVIDIA GPU
 
 
 @triton.jit
@@ -108,13 +114,26 @@ def _before(line, place, windows, n, t, begin, channels, here, C, shape: tl.cons
 
 
 @triton.jit
-def _rows(line, place, t, end, channels, here, shape: tl.constexpr):
-    """STEP rows from token t on, zeros from `end` on."""
+def _rows(at, step, r, count, here, shape: tl.constexpr):
+    """STEP rows, the first at the pointers `at` and number r of `count`, zeros beyond; and the pointers behind them."""
     STEP: tl.constexpr = shape.STEP
     rows = ()
     for i in tl.static_range(STEP):
-        rows = rows + (tl.load(place + (t + i) * line.token + channels, mask=here & (t + i < end), other=0.0),)
-    return rows
+        rows = rows + (tl.load(at, mask=here & (r + i < count), other=0.0),)
+        at += step
+    return rows, at
+
+
+@triton.jit
+def _slope(z, shape: tl.constexpr):
+    """The derivative of silu at z."""
+    if shape.QUICK:
+        p = quick_sigmoid(z)
+        slope = p + z * p * (1 - p)
+    else:
+        kind: tl.constexpr = tl.float32 if shape.SINGLE else tl.bfloat16
+        slope = silu_slope(z, kind)[1]
+    return slope
 
 
 @triton.jit
@@ -166,16 +185,19 @@ def conv_forward(y, x, filters, windows, pieces, C, shape: tl.constexpr):
     taps, bias = _filters(filters, channels, here, shape)
     past = _before(x, place, windows, n, first, begin, channels, here, C, shape)
     kind: tl.constexpr = tl.float32 if shape.SINGLE else tl.bfloat16
-    for t in range(first, last, STEP):
-        rows = _rows(x, place, t, last, channels, here, shape)
+    count = (last - first).to(tl.int32)
+    at, to = place + first * x.token + channels, to + first * y.token + channels
+    for r in range(0, count, STEP):
+        rows, at = _rows(at, x.token, r, count, here, shape)
         for i in tl.static_range(STEP):
             past = past + (rows[i].to(tl.float32),)
             z = bias
             for j in tl.static_range(WIDTH):
                 z += taps[j] * past[j]
             if shape.SILU:
-                z = silu(z, kind)
-            tl.store(to + (t + i) * y.token + channels, z.to(rows[i].dtype), mask=here & (t + i < last))
+                z = z * quick_sigmoid(z) if shape.QUICK else silu(z, kind)
+            tl.store(to, z.to(rows[i].dtype), mask=here & (r + i < count))
+            to += y.token
             past = past[1:]
     if windows.last is not None:  # noqa: SIM102
         if (last == end) & ((first < last) | (begin == end)):
@@ -183,17 +205,19 @@ def conv_forward(y, x, filters, windows, pieces, C, shape: tl.constexpr):
 
 
 @triton.jit
-def _settle(dx, dwindow, place, incoming, value, at, piece, channels, here, C, shape: tl.constexpr):
-    """Writes the finished gradient of the input at `at`, which may lie in the state before the sequence."""
+def _settle(dx, dwindow, to, incoming, value, r, piece, channels, here, C, shape: tl.constexpr):
+    """Writes, at the pointers `to`, the finished gradient of a piece's input number r, which may be one of the inputs
+    before it: in the piece before, which writes it itself, or in the state before the sequence."""
     n, begin, end, first, last = piece
     if incoming is not None:
+        at = first + r
         spot = (n.to(tl.int64) * C + channels) * shape.WIDTH + shape.WIDTH + (at - end)
         value += tl.load(incoming + spot, mask=here & (at >= end - shape.WIDTH), other=0.0).to(tl.float32)
-    mine = (at >= first) & (at < last)
-    tl.store(place + at * dx.token + channels, value.to(dx.data.dtype.element_ty), mask=here & mine)
+    mine = (r >= 0) & (r < (last - first).to(tl.int32))
+    tl.store(to, value.to(dx.data.dtype.element_ty), mask=here & mine)
     if dwindow is not None:
-        spot = (n.to(tl.int64) * C + channels) * shape.WIDTH + shape.WIDTH + (at - begin)
-        tl.store(dwindow + spot, value.to(dwindow.dtype.element_ty), mask=here & (at < begin) & (first == begin))
+        spot = (n.to(tl.int64) * C + channels) * shape.WIDTH + shape.WIDTH + (first + r - begin)
+        tl.store(dwindow + spot, value.to(dwindow.dtype.element_ty), mask=here & (r < 0) & (first == begin))
 
 
 @triton.jit
@@ -207,7 +231,6 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
     channels = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
     here = channels < C
     taps, bias = _filters(filters, channels, here, shape)
-    kind: tl.constexpr = tl.float32 if shape.SINGLE else tl.bfloat16
     zero = tl.zeros([BC], tl.float32)
     totals = ()
     for _ in tl.static_range(WIDTH + 1):
@@ -224,9 +247,12 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
         pending = ()  # unfinished gradients of the last WIDTH - 1 inputs
         for _ in tl.static_range(WIDTH - 1):
             pending = pending + (zero,)
-        for t in range(first, last + WIDTH - 1, STEP):
-            rows = _rows(x, place, t, end, channels, here, shape)
-            slopes = _rows(dy, slope, t, end, channels, here, shape)
+        count, seen = (last - first).to(tl.int32), tl.minimum(end - first, LONGEST).to(tl.int32)
+        at, slope = place + first * x.token + channels, slope + first * dy.token + channels
+        to += (first - (WIDTH - 1)) * dx.token + channels
+        for r in range(0, count + WIDTH - 1, STEP):
+            rows, at = _rows(at, x.token, r, seen, here, shape)
+            slopes, slope = _rows(slope, dy.token, r, seen, here, shape)
             for i in tl.static_range(STEP):
                 past = past + (rows[i].to(tl.float32),)
                 dz = slopes[i].to(tl.float32)
@@ -234,19 +260,19 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
                     z = bias
                     for j in tl.static_range(WIDTH):
                         z += taps[j] * past[j]
-                    steep = silu_slope(z, kind)[1]
-                    dz *= steep
-                dz = tl.where(t + i < end, dz, 0.0)
+                    dz = tl.where(r + i < seen, dz * _slope(z, shape), 0.0)
                 pending = pending + (zero,)
                 later = ()
                 for j in tl.static_range(WIDTH):
                     later = later + (pending[j] + taps[j] * dz,)
-                at = t + i - (WIDTH - 1)
                 done = later[0]  # type: ignore[misc]
-                _settle(dx, dwindows.first, to, dwindows.last, done, at, piece, channels, here, C, shape)
+                _settle(
+                    dx, dwindows.first, to, dwindows.last, done, r + i - (WIDTH - 1), piece, channels, here, C, shape
+                )
+                to += dx.token
                 pending = later[1:]
                 if sums.parts is not None:
-                    dz = tl.where(t + i < last, dz, 0.0)
+                    dz = tl.where(r + i < count, dz, 0.0)
                     more = ()
                     for j in tl.static_range(WIDTH):
                         more = more + (totals[j] + dz * past[j],)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
@@ -40,8 +40,8 @@ LENGTH = 128  # tokens of a piece
 
 
 class Tiles(NamedTuple):
-    """channels: of a program. forward, backward: tokens whose loads are in flight together. programs: for each
-    multiprocessor, in backward."""
+    """channels: of a program. forward, backward: tokens whose loads are in flight together. programs: those of
+    backward that a multiprocessor runs at once."""
 
     channels: int
     forward: int
@@ -51,7 +51,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(gpu: device.Device) -> Tiles:
-    return Tiles(64, 2, 2, 1, 2) if gpu.backend == "cpu" else Tiles(256, 8, 4, 2, 12)
+    return Tiles(64, 2, 2, 1, 2) if gpu.backend == "cpu" else Tiles(256, 8, 4, 2, 8)
 
 
 def _length(gpu: device.Device) -> int:
@@ -73,7 +73,9 @@ def _line(t: torch.Tensor) -> Line:
 def _shape(x: torch.Tensor, width: int, activation: str | None, pieces: Pieces, channels: int, step: int) -> Shape:
     channels = min(channels, max(triton.next_power_of_2(x.shape[2]), 16))
     rounds = 0 if pieces.ends is None else pieces.sequences.bit_length()
-    return Shape(width, activation == "silu", channels, step, rounds, x.dtype == torch.float32)
+    single = x.dtype == torch.float32
+    quick = device.of(x).backend == "cuda" and not single
+    return Shape(width, activation == "silu", channels, step, rounds, single, quick)
 
 
 def launch_fwd(
@@ -149,8 +151,10 @@ def _backward(
     dfirst = None if first is None else torch.empty(first.shape, dtype=first.dtype, device=x.device)
     parts = None
     if need:
-        chosen = tiles(gpu)
-        programs = max(gpu.multiprocessors * chosen.programs * chosen.channels // (C + chosen.channels), 1)
+        chosen, pieces = tiles(gpu), 1 if tracing() else _pieces(x, ends, _length(gpu)).count
+        most = max(gpu.multiprocessors * chosen.programs // max(-(-C // chosen.channels), 1), 1)
+        rounds = max(-(-pieces // most), 1)
+        programs = max(-(-pieces // rounds), 1)  # no more than these rounds need, so that all have as many pieces
         parts = torch.empty((programs, width + 1, C), dtype=torch.float32, device=x.device)
     run(OP, "bwd", impl, (dx, parts, dfirst), dy, dlast, x, weight, bias, first, ends, activation)
     dweight = dbias = None

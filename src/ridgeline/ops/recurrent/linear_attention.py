@@ -2,17 +2,20 @@
 
     S_t = S_{t-1} + k_t v_t^T        o_t = scale S_t^T q_t
 
-Chunks of 64 tokens are matrix products; the state between them stays in float32.
+Chunks of 64 tokens are matrix products; the state between them stays in float32. In float32 a ladder on CUDA cores goes
+a token at a time, which takes half of a chunk's operations.
 Source: Katharopoulos, Vyas, Pappas and Fleuret, Transformers are RNNs, 2020 (arXiv:2006.16236).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from ridgeline.op import Case, Op, Spec
+from ridgeline.ops.recurrent import _causal_product
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, engine, formulas, recurrence, served
 
@@ -71,4 +74,12 @@ OP = Op(
     cases=CASES,
 )
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
+for name, idea in (
+    ("cuda", "a thread for each column of the state, which lies in shared memory; each reads q and k by itself"),
+    ("cuda_registers", "the state in registers; q and k come into shared memory once, and from there by 16 bytes"),
+    ("cuda_segments", "segments of a sequence side by side; two lanes share two columns and half as many loads"),
+):
+    way = _causal_product.WAYS[name]
+    fwd, bwd = partial(_causal_product.fwd, way), partial(_causal_product.bwd, way)
+    OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=_causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)

@@ -2,9 +2,9 @@
 
     S_t = e^{dt_t A} S_{t-1} + dt_t B_t x_t^T        y_t = scale S_t^T C_t + D x_t, times silu(z_t)
 
-The engine takes C, B, dt x and dt A as linear attention's q, k, v and gate; heads that share B and C read them once
-each from memory or L2, and never a copy. The skip, dt and silu(z) are PyTorch's; a decoder's step in place has all of
-it in one kernel.
+The engine takes C, B, x and dt A as linear attention's q, k, v and gate, and dt as a weight of x's tokens, so neither
+dt x nor D x is written; heads that share B and C read them once each from memory or L2, and never a copy. dt's bias and
+softplus are PyTorch's, and silu(z) is silu_mul's; a decoder's step in place has all of it in one kernel.
 Source: Dao and Gu, Transformers are SSMs, 2024 (arXiv:2405.21060).
 """
 
@@ -17,40 +17,57 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.pointwise.silu_mul import silu_mul
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
-    KERNEL,
     Given,
     engine,
     finished,
     formulas,
     one_step,
     pairs,
+    precision,
     recurrence,
-    served,
+    refusal,
     stepped,
 )
 from ridgeline.ops.recurrent._calls import cost as gated_cost
+from ridgeline.ops.recurrent._chunks import Call, backward, forward
 from ridgeline.ops.recurrent._step import Mamba, Token, start
 from ridgeline.select import eager, select
 
 Maybe = torch.Tensor | None
-through = engine("ssd")
+through = engine("ssd", ("g", "step", "skip"))
+
+
+def _step_sizes(dt: torch.Tensor, dt_bias: Maybe, dt_softplus: bool, wide: torch.dtype) -> torch.Tensor:
+    step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
+    return F.softplus(step) if dt_softplus else step
 
 
 def _ssd(run: Any, kind: torch.dtype, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, D: Maybe, z: Maybe,
          dt_bias: Maybe, dt_softplus: bool) -> Any:  # fmt: skip
     """Calls run(dt x in `kind`, dt A in float32 or wider), and adds what is around it."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    step = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
-    step = F.softplus(step) if dt_softplus else step
+    step = _step_sizes(dt, dt_bias, dt_softplus, wide)
     y, state = run((x.to(wide) * step.unsqueeze(-1)).to(kind), step * A.to(wide))
     if D is not None or z is not None:
         y = y.to(wide)
         y = y if D is None else y + x.to(wide) * D.to(wide).unsqueeze(-1)
         y = y if z is None else y * F.silu(z.to(wide))
     return y.to(x.dtype), state
+
+
+def _served(impl: str | None, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+            D: Maybe, z: Maybe, dt_bias: Maybe, dt_softplus: bool, given: Given, scale: float) -> Any:  # fmt: skip
+    """y and the final state by the kernels."""
+    single, first = torch.float32, given.initial_state
+    step = _step_sizes(dt, dt_bias, dt_softplus, single).contiguous()
+    first = first if first is None or first.is_contiguous() else first.contiguous()
+    skip = None if D is None else D.to(single).contiguous()
+    y, state = through(C, B, x, step * A.to(single), step, skip, first, given.cu_seqlens, scale, precision(), impl)
+    return (y if z is None else silu_mul(z, y).to(x.dtype)), state
 
 
 @kernel_op(
@@ -112,16 +129,18 @@ def ssd(
     check("ssd", {"C": C, "B": B}, ("x", x), gates, whole)
     if type(dt_softplus) is not bool:
         raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
-    given = whole._replace(return_state=True, inplace=False)
     factor = 1.0 if scale is None else float(scale)
-    if one_step(x, whole) and initial_state is not None and eager(OP, impl, C, B, x) is None:
+    plain = eager(OP, impl, C, B, x, cu_seqlens=cu_seqlens)
+    if plain is not None and plain.call is not None:
+        return plain.call(
+            x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, initial_state=initial_state,
+            return_state=return_state, cu_seqlens=cu_seqlens, inplace=inplace, scale=scale,
+        )  # fmt: skip
+    if one_step(x, whole) and initial_state is not None:
         z = z if z is None or z.stride(-1) == 1 else z.contiguous()
         y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl)
         return stepped(y, initial_state, whole)
-    found = _ssd(
-        lambda v, g: served(OP, through, impl, C, B, v, g, None, given, factor), x.dtype, x, dt, A, D, z, dt_bias,
-        dt_softplus,
-    )  # fmt: skip
+    found = _served(impl, x, dt, A, B, C, D, z, dt_bias, dt_softplus, whole, factor)
     return finished(found[0], found[1], whole)
 
 
@@ -150,6 +169,20 @@ def cost(
         Cost(forward.read + more, forward.write, forward.flops),
         Cost(backward.read + more, backward.write + more, backward.flops),
     )
+
+
+def _call(q: Any, k: Any, v: Any, g: Any, step: Any, skip: Any, first: Any, ends: Any, scale: float, kind: str) -> Call:
+    return Call(q, k, v, g, None, first, ends, scale, kind, step, skip)
+
+
+def _fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    forward(o, last, _call(*inputs))
+
+
+def _bwd(
+    dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
+) -> None:
+    backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
 
 
 class Negative(Spec):
@@ -194,4 +227,4 @@ OP.eager(
     "torch", "all pairs of tokens at once, as attention without softmax", _pairs,
     supports=lambda *_, cu_seqlens=None, **__: "it takes no packed sequences" if cu_seqlens is not None else None,
 )  # fmt: skip
-OP.kernel("triton", IDEA, **KERNEL)
+OP.kernel("triton", IDEA, kind="triton", fwd=_fwd, bwd=_bwd, supports=refusal, served=True, gain=2.0)
