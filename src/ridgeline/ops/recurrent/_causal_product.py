@@ -22,6 +22,7 @@ TOKENS = 16  # rows of a and b in shared memory at once
 SHORTEST = 64  # tokens of a segment, at least
 WARPS = 16  # of all segments on a multiprocessor, at least
 WIDTHS = (32, 64, 96, 128)  # columns of a head
+BACKWARD = 11  # inputs of the backward launcher, which begin with the gradients of o and the state
 
 
 class Pass(NamedTuple):
@@ -100,6 +101,7 @@ def bwd(way: Any, dq: Any, dk: Any, dv: Any, dg: Any, du: Any, dfirst: Any, do: 
 
 def unfit(*args: Any, **given: Any) -> str | None:
     """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
+    args = args[2:] if len(args) == BACKWARD else args
     q, k, v = args[:3]
     others = [*args[3:], given.get("cu_seqlens")]
     if any(isinstance(t, torch.Tensor) and t.dtype in (torch.int32, torch.int64) for t in others):
