@@ -100,9 +100,7 @@ def test_codes_that_are_a_slice_of_others(device: str) -> None:
 def test_gradients_are_refused(device: str) -> None:
     given, few, _ = layer("int8", 4, 3, 2, 32, 32, torch.float32, device)
     given[1].requires_grad_()
-    with pytest.raises(
-        RidgelineError, match=r"moe: experts of few bits have no gradients; call it under torch.no_grad"
-    ):
+    with pytest.raises(RidgelineError, match=r"moe: quantised experts have no gradients; call it under torch.no_grad"):
         ridgeline.moe(*given, **few)
     with torch.no_grad():
         ridgeline.moe(*given, **few)

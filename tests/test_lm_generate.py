@@ -200,7 +200,7 @@ def test_few_bits(kind: str) -> None:
     assert [len(t) for t in together] == [12 + 3 * n for n in range(5)]
     if kind != "fp8":  # its rounding of the input depends on no other row, but its product may
         assert together == run(loop(model, batch=1), PROMPTS)
-    with pytest.raises(RidgelineError, match="has weights of few bits already"):
+    with pytest.raises(RidgelineError, match="weights are quantised already"):
         quantize(model, "int8")
     with pytest.raises(RidgelineError, match=r"--quantize int4 does not take layers.0.self_attn.q_proj: no group"):
         quantize(made(Size(1, 40, 80, 2, 1, 16)), "int4")

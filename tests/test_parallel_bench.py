@@ -19,7 +19,7 @@ from ridgeline.parallel import collectives, context, groups, models, pipeline
 from ridgeline.parallel.cluster import cluster
 from ridgeline.parallel.rung import Traffic
 
-CPU = "symmetric memory is of GPUs, and the tensors are on the cpu"
+CPU = "symmetric memory needs GPUs, but the tensors are on the cpu"
 QUICK = ["--budget", "0.01", "--warmups", "1", "--layers", "1", "--context", "16", "--bytes", "4K"]
 
 

@@ -279,13 +279,13 @@ def refusals() -> None:
         warnings.simplefilter("error")
         net = apply(Net(), fp8_gather=True)
     net.layers[0].up.forward = lambda x: nn.functional.linear(x, net.layers[0].up.weight)
-    with pytest.raises(RidgelineError, match="its forward no longer takes them"):
+    with pytest.raises(RidgelineError, match="cannot read 8-bit codes now"):
         net(x)
     net = apply(Net(), fp8_gather=True)
     up = net.layers[0].up
     up.register_forward_pre_hook(lambda m, _: m.weight.abs())
     assert "8 bits" in repr(up.weight) or "DTensor" in repr(up.weight)
-    with pytest.raises(RidgelineError, match=r"abs.* reads a weight of which only 8-bit codes were gathered"):
+    with pytest.raises(RidgelineError, match=r"abs.* reads a weight that was gathered as 8-bit codes"):
         net(x)
 
 

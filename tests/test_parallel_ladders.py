@@ -115,7 +115,7 @@ def run_collectives() -> None:
     for rung in collectives.LADDER:
         if refused := rung.refuses(torch.device("cpu")):
             assert rung.kernel
-            assert refused == "symmetric memory is of GPUs, and the tensors are on the cpu"
+            assert refused == "symmetric memory needs GPUs, but the tensors are on the cpu"
             continue
         made = [torch.randint(0, 9, (2 * world, 3), generator=torch.Generator().manual_seed(n)).float()
                 for n in range(world)]  # fmt: skip

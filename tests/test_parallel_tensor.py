@@ -86,7 +86,7 @@ def refused_over(rank: int) -> list[str]:
 
 def test_symmetric_memory_is_refused_in_one_sentence() -> None:
     said = run_ranks(2, refused_over)
-    cpu = "parallel: symmetric memory is of GPUs, and the tensors are on the cpu"
+    cpu = "parallel: symmetric memory needs GPUs, but the tensors are on the cpu"
     assert said[0] == said[1]
     assert said[0] == [
         cpu,
@@ -319,9 +319,9 @@ def test_every_rank_says_what_does_not_divide(size: Size, options: dict[str, Any
         (
             nn.Sequential(ridgeline.nn.QuantizedMoE(32, 32, 4, 2, kind="int8")),
             {},
-            "experts of few bits are not spread over ranks, and 0 has them",
+            "quantised experts cannot be split over ranks, and 0 has them",
         ),
-        (Ours(), {}, "no nn.MoE, and no experts that hf.patch has taken"),
+        (Ours(), {}, "experts=True needs nn.MoE, or experts that hf.patch has patched"),
     ],
 )
 def test_every_rank_says_which_experts_do_not_divide(net: nn.Module, options: dict[str, Any], says: str) -> None:

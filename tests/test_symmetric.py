@@ -186,7 +186,7 @@ def test_refusals_are_one_sentence_on_every_rank() -> None:
     said = groups.spawn(refusals, 2)
     assert said[0] == said[1]
     assert said[0] == [
-        "parallel: symmetric memory is of GPUs, and the tensors are on the cpu",
+        "parallel: symmetric memory needs GPUs, but the tensors are on the cpu",
         "all_reduce: x must be float32, bfloat16 or float16 over symmetric memory, got torch.float64",
         "all_reduce: no gradient flows through symmetric memory; give x.detach()",
         "all_reduce: shots must be 1, 2 or None, but is 3",

@@ -55,5 +55,5 @@ def _accepted(op: Op, given: dict[str, Any]) -> dict[str, Any]:
     taken = inspect.signature(op.cost).parameters
     missing = [n for n, p in taken.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL and n not in given]
     if missing:
-        raise TypeError(f"{op.name}: the cost function needs {', '.join(missing)}; say Op(flops=...) what it counts")
+        raise TypeError(f"{op.name}: its cost function needs {', '.join(missing)}; give Op a flops= that does not")
     return {n: given[n] for n in taken if n in given}

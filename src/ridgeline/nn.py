@@ -882,7 +882,7 @@ class QuantizedMoE(MoE):
 
     def chosen(self, rows: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         if self.spread_moe is not None:
-            raise RidgelineError("QuantizedMoE: experts of few bits are not spread over ranks")
+            raise RidgelineError("QuantizedMoE: quantised experts cannot be split over ranks")
         few: dict[str, Any] = {"scales": (self.gate_up_scale, self.down_scale)}
         few["zeros"] = None if self.gate_up_zero is None else (self.gate_up_zero, self.down_zero)
         return ridgeline.moe(rows, weights, indices, self.gate_up_proj, self.down_proj, **self.unit, **few)

@@ -90,10 +90,10 @@ def test_spread_experts_equal_one_process(family: str, sequence: bool) -> None:
 def test_attention_that_no_plan_splits_is_refused() -> None:
     config = transformers.GptOssConfig(**SIZES | MIXTURES["GptOss"])
     net = transformers.GptOssForCausalLM(config)
-    with pytest.raises(RidgelineError, match="no nn.MoE, and no experts that hf.patch has taken"):
+    with pytest.raises(RidgelineError, match="experts=True needs nn.MoE, or experts that hf.patch has patched"):
         models.parallelize(net, experts=True)
     hf.patch(net)
     with pytest.raises(
-        RidgelineError, match=r"sequence needs a plan that splits the GptOssAttention model\.layers\.0\.self_attn"
+        RidgelineError, match=r"sequence=True needs a plan that splits the GptOssAttention model\.layers\.0\.self_attn"
     ):
         models.parallelize(net, sequence=True, experts=True)

@@ -16,9 +16,9 @@ LABEL = re.compile(r'((?:aria-label|title)=")([^"]*)(")')
 CODE = re.compile(r"`+[^`]*`+|\$[^$]+\$|\]\([^)\s]*\)|<[^>]*>|&\w+;")
 # Names that are the same in every language.
 NAMES = re.compile(
-    r"\b(?:PyTorch|[Tt]orch(?:\.\w+)*|Liger|quack|cuDNN|cuBLAS|FlashAttention|FlashInfer|FlashMLA|vLLM|SGLang|Triton|triton|"
-    r"Gluon|gluon|cuda|causal|deterministic|Ridgeline|ridgeline(?:\.\w+)*|compile|eager|Hopper|Llama|tanh|bf16|fp8|"
-    r"transformers|flash|fla|python|torchao|softmax|float|bfloat|window|softcap|sinks|sdpa|dropout|mem|max|nt|tn|nn)\b"
+    r"\b(?:PyTorch|[Tt]orch(?:\.\w+)*|Liger|quack|cuDNN|cuBLAS|FlashAttention|FlashInfer|FlashMLA|vLLM|SGLang|Triton|"
+    r"triton|Gluon|gluon|cuda|causal|deterministic|Ridgeline|ridgeline(?:\.\w+)*|compile|eager|Hopper|Llama|tanh|bf16|"
+    r"fp8|transformers|flash|fla|python|torchao|softmax|float|bfloat|window|softcap|sinks|sdpa|dropout|mem|max|nt|tn|nn)\b"
 )
 # A figure, or anything with one in it, with its unit; a list of such, and of code, is one place.
 UNIT = r"(?: (?:us|ns|ms|s|B|KiB|MiB|GiB|TiB|KB|MB|GB|TB|TB/s|GB/s|TFLOP/s|PFLOP/s|GFLOP/s|columns|rows|bytes)\b)?"

@@ -323,7 +323,7 @@ def main(options: argparse.Namespace) -> int:
     """Prints the rows, and returns 1 if the only one failed."""
     shape(options), chosen_device(options)
     if len(options.warmups) > 1 and options.grid:
-        raise RidgelineError("lm bench: --grid takes one number of warm-ups, and a study takes one size and context")
+        raise RidgelineError("lm bench: --grid takes one number of --warmups; give several without --grid")
     if not options.grid and (why := fits(options)):
         raise RidgelineError(f"lm bench: {why}")
     studied = len(options.warmups) > 1

@@ -28,7 +28,7 @@ def quantize(model: Transformer, kind: str) -> None:
 
     Raises RidgelineError if one has sizes that do not fit, or if the model has layers of few bits already."""
     if any(type(m) in few_bits.LAYERS for m in model.modules()):
-        raise RidgelineError(f"lm: the model has weights of few bits already; leave --quantize {kind} out")
+        raise RidgelineError(f"lm: the model's weights are quantised already; leave --quantize {kind} out")
     for name, module in model.model.named_modules():
         if isinstance(module, nn.Linear) and (reason := few_bits.refusal(module, kind)):
             raise RidgelineError(f"lm: --quantize {kind} does not take {name}: {reason}")

@@ -100,7 +100,7 @@ class Ledger(TorchDispatchMode):
                 record.kind = "activations"
 
     def watch(self, model: nn.Module, layers: set[nn.Module]) -> None:
-        """Notes which module runs. What outlives the forward of one of these layers, or of the model, is kept."""
+        """Notes which module runs. Tensors that outlive the forward of such a layer, or of the model, are kept."""
         for name, module in model.named_modules():
 
             def enter(_: Any, __: Any, name: str = name) -> None:

@@ -236,7 +236,7 @@ class Transformer(nn.Module):
         if remake not in (None, *REMAKES):
             raise RidgelineError(f"lm: remake must be None or one of {', '.join(REMAKES)}, but is {remake!r}")
         if remake and (every or nested):
-            raise RidgelineError("lm: a checkpoint keeps no layer's results, so remake cannot save more: give one")
+            raise RidgelineError("lm: remake saves nothing inside a checkpoint: give either remake or a checkpoint")
         self.size, self.impl, self.every, self.nested, self.remake = size, impl, every, nested, remake
         self.model = Body(size, impl)
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)

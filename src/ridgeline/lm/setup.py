@@ -34,7 +34,7 @@ def flags(parser: argparse.ArgumentParser, *, context: int = 512, batch: int = 4
     parser.add_argument("--compile", action="store_true", help="run the model through torch.compile")
     parser.add_argument("--checkpoint", type=int, default=0, metavar="LAYERS", help="layers per checkpoint; 0: none")
     parser.add_argument("--nested", action="store_true", help="nest the checkpoints by halving the layers")
-    parser.add_argument("--remake", choices=REMAKES, help="make these results again in backward, without checkpoints")
+    parser.add_argument("--remake", choices=REMAKES, help="recompute these results in backward, without checkpoints")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and data (0)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
     if options.autocast and options.precision != "float32":
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
     if options.remake and options.compile:
-        raise RidgelineError("lm: torch.compile itself chooses what backward makes again: leave --remake out")
+        raise RidgelineError("lm: torch.compile itself chooses what backward recomputes: leave --remake out")
     device = device or chosen_device(options)
     found, dtype = shape(options), PRECISIONS[options.precision]
     torch.manual_seed(options.seed)

@@ -81,7 +81,7 @@ def check(options: argparse.Namespace) -> None:
     if options.plot and not options.plot.parent.is_dir():
         raise RidgelineError(f"lm: --plot {options.plot} is in a folder that does not exist")
     if options.remake and options.compile:
-        raise RidgelineError("lm: torch.compile itself chooses what backward makes again: leave --remake out")
+        raise RidgelineError("lm: torch.compile itself chooses what backward recomputes: leave --remake out")
     if options.autocast and options.precision != "float32":
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
 

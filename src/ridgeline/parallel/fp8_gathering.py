@@ -75,8 +75,8 @@ class Shard(torch.Tensor):
             return (codes.view(torch.uint8), scale), (outer_size, None)
         if recipe != "tensor":
             raise RidgelineError(
-                f"parallel: the weight of a {type(module).__name__} is gathered in 8 bits, and its forward no longer "
-                "takes them; apply again to a new model after you change its layers"
+                f"parallel: a {type(module).__name__} was changed after apply(fp8_gather=True), and cannot read 8-bit "
+                "codes now; change the model first, then call apply"
             )
         codes, scale = ridgeline.quantize_fp8(rows, block="tensor", largest=self._largest(module, mesh))
         missing = -(-outer_size[0] // mesh.size()) - len(rows)
@@ -139,8 +139,8 @@ class Gathered(torch.Tensor):
             if func is aten.zeros_like.default:  # the gradient of a weight that had no part in the loss
                 return torch.zeros(own.shape, dtype=own.dtype, device=own.device)
         raise RidgelineError(
-            f"parallel: {func} reads a weight of which only 8-bit codes were gathered; Fp8Linear's forward alone takes "
-            "it, so leave out fp8_gather"
+            f"parallel: {func} reads a weight that was gathered as 8-bit codes, which only the layer's own forward can "
+            "read; leave out fp8_gather"
         )
 
 

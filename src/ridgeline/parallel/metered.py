@@ -18,7 +18,7 @@ def saved(shape: Shape, seq: int, micro: int = 1, card: str = "h200") -> float:
     Raises RidgelineError for experts and for MLPs without a gate, which the language-model lab does not have."""
     if shape.experts or not shape.gated:
         raise RidgelineError(
-            f"parallel plan: --meta runs a layer of ours, a dense one with a gate, and {shape.name} has another MLP"
+            f"parallel plan: --meta needs a model with a gated MLP and no experts, but {shape.name} has another MLP"
         )
     from ridgeline.lm import memory, setup  # here, because they import the lab
 

@@ -70,7 +70,7 @@ def parallelize(
     if vocab:
         _check_vocab(model, world)
     if getattr(model, "remake", None):
-        raise RidgelineError("parallelize: the model makes results again outside its blocks (remake); give remake=None")
+        raise RidgelineError("parallelize: the model must be made with remake=None: remake works outside split blocks")
     layers, norm = _stack(model, {**blocks, **mixtures}) if sequence else (None, None)
     inside = _split_experts(made, mixtures, sequence)
     for name, (columns, rows) in blocks.items():
@@ -196,11 +196,13 @@ def _mixtures(model: nn.Module, world: int, sequence: bool) -> dict[str, list[st
     for name, module in model.named_modules():
         given: dict[str, Any] = getattr(module.__dict__.get("forward"), "keywords", {})
         if isinstance(module, ridgeline.nn.QuantizedMoE):
-            raise RidgelineError(f"parallelize: experts of few bits are not spread over ranks, and {name} has them")
+            raise RidgelineError(f"parallelize: quantised experts cannot be split over ranks, and {name} has them")
         if isinstance(module, ridgeline.nn.MoE):
             found[name] = ["gate_up_proj", "down_proj"]
             if sequence and module.auxiliary:
-                raise RidgelineError(f"parallelize: with sequence {name} would balance each rank's tokens, not all")
+                raise RidgelineError(
+                    f"parallelize: with sequence=True the auxiliary loss of {name} would see this rank's tokens only"
+                )
         elif "transposed" in given and {"gate_up", "down"} <= given.get("names", {}).keys():  # by hf.patch
             roles = "gate_up", "down", "gate_up_bias", "down_bias"
             found[name] = [given["names"][role] for role in roles if role in given["names"]]
@@ -210,7 +212,7 @@ def _mixtures(model: nn.Module, world: int, sequence: bool) -> dict[str, list[st
         if many % world:
             raise RidgelineError(f"parallelize: {world} ranks must divide the {many} experts of {name or 'the model'}")
     if not found:
-        raise RidgelineError("parallelize: the model has no nn.MoE, and no experts that hf.patch has taken")
+        raise RidgelineError("parallelize: experts=True needs nn.MoE, or experts that hf.patch has patched")
     return found
 
 
@@ -274,8 +276,8 @@ def _into_pieces(group: Any, layer: nn.Module, args: Any, kwargs: Any) -> Any:
     def cut(x: torch.Tensor) -> torch.Tensor:
         if x.shape[TOKENS] % groups.size(group):
             raise RidgelineError(
-                f"parallelize: with sequence the tokens must be a multiple of the {groups.size(group)} ranks, "
-                f"got {x.shape[TOKENS]}"
+                f"parallelize: with sequence=True the number of tokens must be a multiple of the "
+                f"{groups.size(group)} ranks, got {x.shape[TOKENS]}"
             )
         return piece(x, group, TOKENS)
 
@@ -294,7 +296,9 @@ def _stack(model: nn.Module, blocks: dict[str, Any]) -> tuple[nn.ModuleList, nn.
             if isinstance(norm, nn.Module):
                 _check_mixing(name, module, blocks)
                 return module, norm
-    raise RidgelineError("parallelize: sequence needs a list of layers that holds all blocks, with `norm` beside it")
+    raise RidgelineError(
+        "parallelize: sequence=True needs an nn.ModuleList that holds all blocks, and a `norm` in the same module"
+    )
 
 
 def _check_mixing(stack: str, layers: nn.ModuleList, blocks: dict[str, Any]) -> None:
@@ -302,7 +306,7 @@ def _check_mixing(stack: str, layers: nn.ModuleList, blocks: dict[str, Any]) -> 
     for name, module in layers.named_modules(prefix=stack):
         kind = type(module).__name__
         if kind.endswith(("Attention", "DeltaNet", "Mixer")) and name not in blocks:
-            raise RidgelineError(f"parallelize: sequence needs a plan that splits the {kind} {name}")
+            raise RidgelineError(f"parallelize: sequence=True needs a plan that splits the {kind} {name}")
 
 
 # --- the vocabulary

@@ -197,7 +197,8 @@ class FlatShardedOptimizer(torch.optim.Optimizer):
                 missing = next((p for p in params if p.grad is None), None)
                 if missing is not None:
                     raise RidgelineError(
-                        f"parallel: a parameter of shape {tuple(missing.shape)} has no gradient; a flat shard needs all"
+                        f"parallel: a flat shard needs all gradients, but a parameter of shape {tuple(missing.shape)} "
+                        "has none"
                     )
                 whole = torch.cat([data.gradient(p).reshape(-1) for p in params])
                 whole = torch.nn.functional.pad(whole, (0, flat.numel() - whole.numel()))

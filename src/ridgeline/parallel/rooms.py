@@ -88,7 +88,7 @@ def room(device: torch.device, group: Any, use: str, nbytes: int) -> Room:
 
 def _found(device: torch.device, group: Any, use: str, nbytes: int) -> Room | str:
     if device.type != "cuda":
-        return f"symmetric memory is of GPUs, and the tensors are on the {device.type}"
+        return f"symmetric memory needs GPUs, but the tensors are on the {device.type}"
     groups.ready()
     group = group or dist.group.WORLD
     where = device, group.group_name, use

@@ -84,7 +84,7 @@ def why(cause: str, job: Job, found: Found) -> str:
         "context": f"a ring of {x.cp} has little attention to hide keys and values under",
         "jitter": f"a step waits for the slowest of {max(1, x.world // c.node):,} nodes",
         "slowed": "communication holds multiprocessors during more of the step",
-        "again": "memory is short, so backward makes results again",
+        "again": "memory is short, so backward recomputes results",
         "optimizer": "each GPU updates many weights for few tokens",
         "host": "the host starts kernels slower than the GPU runs them",
         "rest": "norms, rotations and launches of small kernels weigh more",

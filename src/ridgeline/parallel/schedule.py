@@ -107,7 +107,7 @@ def pipeline(job: Job, layout: Layout, cost: Cost) -> Timeline:
                 left -= 1
                 moved = True
         if not moved:
-            raise RidgelineError("parallel simulate: the schedule waits for itself")
+            raise RidgelineError("parallel simulate: the schedule deadlocks: each stage waits for another")
     end = max(clock)
     once = cost.exposed["data"] + cost.work["slowed"]
     for s in range(p):

@@ -126,7 +126,8 @@ def _read(op: Op, given: dict[str, Any]) -> Call:
             tensors[name], names[name] = value, named(specs[name], value, given)
         elif isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             raise RidgelineError(
-                f"{op.name}: {name} is a plain tensor with a gradient beside DTensors; give distribute_tensor of it"
+                f"{op.name}: {name} needs a gradient and is a plain tensor, but others are DTensors; pass it through "
+                "distribute_tensor"
             )
         elif isinstance(value, torch.Tensor) and name in specs:
             names[name] = named(specs[name], value, given)

@@ -105,8 +105,8 @@ def unwritten(text: str) -> list[str]:
 
 
 def _uniform(opcode: str, suffixes: str, operands: str) -> tuple[set[int], set[int]]:
-    """The uniform registers that an instruction reads and writes. Of a product's four, a left side in registers leaves
-    the first two free."""
+    """The uniform registers that an instruction reads and writes. A product reads four; if its left side is in
+    registers, the first two are free."""
     first, _, rest = operands.partition(",")
     if opcode in ("R2UR", "ELECT", "VOTEU") and re.fullmatch(r"\s*U?P\w+\s*", first):
         first, _, rest = rest.partition(",")

@@ -131,10 +131,10 @@ def _attention(found: dict[Work, list[Row]], ops: dict[str, Op]) -> str:
     if len(forward) != len(backward):
         shapes = f"{len(forward)} and {len(backward)} shapes"
     return (
-        f"**Attention is {mean(forward)} as fast as the fastest peer forward and {mean(backward)} backward**: "
+        f"**Attention is {mean(forward)} as fast as the fastest other library forward and {mean(backward)} backward**: "
         f"geometric means over {shapes} (head dimension 64 and 128, full and causal, 1k to 16k tokens; "
         f"least {least(forward)} and {least(backward)}) against {_listed(names)}. "
-        f"Backward ran with `deterministic=False`, as the peers did. In its reproducible default mode it is "
+        f"Backward ran with `deterministic=False`, as in the others. In its reproducible default mode it is "
         f"{mean(fixed)} as fast as FlashAttention 4's deterministic mode."
     )
 
@@ -150,7 +150,7 @@ def _loss(found: dict[Work, list[Row]], ops: dict[str, Op]) -> str:
     rungs = found["cross_entropy", LOSS, "bfloat16", "both"]
     ours, compiled = _pair(rungs, ops["cross_entropy"], "compile")
     (compared,) = comparisons({("cross_entropy", LOSS, "bfloat16", "both"): rungs}, ops)
-    peer = f" The fastest peer, {compared.against}, takes {_time(compared.peer)}." if compared.peer else ""
+    peer = f" The fastest other library, {compared.against}, takes {_time(compared.peer)}." if compared.peer else ""
     memory = _part(ours, compiled)
     return (
         f"**Cross-entropy is {units.times(gains[LOSS])} as fast as torch.compile, in {memory} the memory**: "

@@ -1,9 +1,9 @@
 """Key and value caches in plain PyTorch: contiguous or in blocks, in full precision or quantised.
 
 A cache is (B, S_max, heads, D), or with a block table (blocks, block, heads, D), where entry n of a sequence's row in
-the table holds its tokens from n block on. Of int4 two numbers share a byte of a uint8 cache (..., D / 2), the one at
-the even column in the low half. A number is (stored - zero) * scale; without zeros, int4 has a zero of 8 and the rest
-of 0. Scales and zeros are float32 per tensor (), head (heads,), or token and head (the cache's first three sizes).
+the table holds its tokens from n block on. An int4 cache is uint8 (..., D / 2): two numbers share a byte, and the even
+column is the low half. A number is (stored - zero) * scale; without zeros, int4 has a zero of 8 and the rest of 0.
+Scales and zeros are float32 per tensor (), head (heads,), or token and head (the cache's first three sizes).
 """
 
 from __future__ import annotations

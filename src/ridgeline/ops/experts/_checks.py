@@ -93,7 +93,7 @@ def moe(
     if scales is not None:
         _few_bits.check(x, gate_up, down, scales, zeros)
     elif zeros is not None:
-        raise RidgelineError("moe: zeros come with scales, and scales is None")
+        raise RidgelineError("moe: zeros needs scales, but scales is None")
     rows = x.shape[:-1]
     if indices.dtype not in WHOLE or indices.shape[:-1] != rows or indices.dim() != x.dim() or not indices.shape[-1]:
         found = f"{indices.dtype} {tuple(indices.shape)}"

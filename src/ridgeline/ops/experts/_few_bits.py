@@ -254,7 +254,7 @@ def check(x: Any, gate_up: Any, down: Any, scales: Any, zeros: Any) -> None:
         raise RidgelineError(f"moe: gate_up and down must have codes of one kind, got {kinds[0]} and {kinds[1]}")
     for name, scale, zero in zip(("gate_up", "down"), scales, zeros or (), strict=False):
         if kinds[0] != "int4":
-            raise RidgelineError(f"moe: zeros are for int4's codes, and these are {kinds[0]}")
+            raise RidgelineError(f"moe: zeros must be None for {kinds[0]} codes; only int4 codes take them")
         if zero.dtype != torch.uint8 or zero.shape != scale.shape:
             found = f"{zero.dtype} {tuple(zero.shape)}"
             raise RidgelineError(f"moe: {name}'s zeros must be uint8 {tuple(scale.shape)}, got {found}")

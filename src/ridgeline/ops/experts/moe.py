@@ -185,7 +185,7 @@ def _few(
     biases = gate_up_bias, down_bias
     given = [x, weights, *[b for b in biases if b is not None], *scales]
     if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
-        raise RidgelineError("moe: experts of few bits have no gradients; call it under torch.no_grad()")
+        raise RidgelineError("moe: quantised experts have no gradients; call it under torch.no_grad()")
     plain, reason = eager(MOE, impl, x, *biases), _checks.unfit(gate_up, down, scales, zeros)
     if plain is None and reason is not None:
         if impl is not None:

@@ -1,4 +1,4 @@
-"""binary_cross_entropy: of logits x and targets t from 0 to 1, with weights w and p, the weight of the positive part.
+"""binary_cross_entropy: the loss of logits x and targets t from 0 to 1, with weights w, and p for the positive part.
 
     loss = w ((1 - t) softplus(x) + p t softplus(-x)),   softplus(x) = max(x, 0) + log(1 + exp(-|x|))
     backward: dx = w ((1 - t) sigmoid(x) - p t sigmoid(-x)) dloss,   dt = w (p softplus(-x) - softplus(x)) dloss

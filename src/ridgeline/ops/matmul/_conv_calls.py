@@ -1,4 +1,4 @@
-"""conv2d's registered ops and its autograd.Function. What backward reads of an activation: z, or for ReLU y itself."""
+"""conv2d's registered ops and its autograd.Function. Backward reads z, the activation's input, or for ReLU y itself."""
 
 from __future__ import annotations
 

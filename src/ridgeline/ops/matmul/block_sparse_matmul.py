@@ -1,4 +1,4 @@
-"""block_sparse_matmul: y = x W^T for a weight of which only some square blocks are there; its cost follows its blocks.
+"""block_sparse_matmul: y = x W^T for a weight that stores only some of its square blocks, in time proportional to them.
 
     y_mr = sum_{i in row r} x_{m, c_i} B_i^T
     backward: dx_mc = sum_{i: c_i = c} dy_{m, r_i} B_i        dB_i = dy_{r_i}^T x_{c_i}

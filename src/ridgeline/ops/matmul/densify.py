@@ -1,4 +1,4 @@
-"""densify: the weight (N, K) of a 2:4 sparse one, with zeros where two of each four were dropped.
+"""densify: the dense weight (N, K) of a 2:4 sparse one: zeros where two of each four numbers were dropped.
 
     w_{n, 4g + i} = v_{n, 2g} if i = i0,  v_{n, 2g+1} if i = i1,  else 0          backward: dv gathers dw at i0, i1
 

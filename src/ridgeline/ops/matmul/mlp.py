@@ -121,7 +121,7 @@ MLP.eager("torch", "PyTorch's own: two linear calls (cuBLAS), and a pass for the
 MLP.compiled("two products; the activation fused into one pass by torch.compile")
 MLP.kernel(
     "triton",
-    "both products in one kernel: hidden values stay in registers, and backward makes them again",
+    "both products in one kernel: hidden values stay in registers, and backward recomputes them",
     kind="triton",
     fwd=_mlp.forward,
     bwd=_mlp.forward,

@@ -70,8 +70,8 @@ def sparse_matmul(
     x: (..., K); values: (N, K / 2) and bias: (N,) or None, in x's dtype; any strides. metadata: uint8
     (ceil(K / 64), N, 8), not validated. Kernels take float16 and bfloat16, with K a multiple of 16, and with `triton`
     any K and float32; else PyTorch multiplies by `densify(values, metadata)`. Sums are float32, rounded once.
-    Gradients flow to x, values and bias. Their products are dense: W is sparse along K, and dx sums along N. What is
-    pruned gets no gradient, so it does not return; to choose again, keep w and call `sparsify(w)` in each step.
+    Gradients flow to x, values and bias. Their products are dense: W is sparse along K, and dx sums along N. Pruned
+    numbers get no gradient, so they do not return; to choose again, keep w and call `sparsify(w)` in each step.
     Autocast casts x, values and bias first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """

@@ -1,4 +1,4 @@
-"""radix_sort: keys in order, and values in the order of their keys; equal keys keep theirs.
+"""radix_sort: sorts keys, and values along with them; equal keys keep their order.
 
     keys'_i <= keys'_(i+1),   values'_i = values[order_i],   keys'_i = keys[order_i]
 

@@ -1,4 +1,4 @@
-"""repeat_kv: each head of keys or values n times, for attention kernels that need as many of them as of queries.
+"""repeat_kv: repeats each head of keys or values n times, for attention kernels that need one per query head.
 
     y[b, h n + j, s] = x[b, h, s] for j < n and s < lengths[b], else 0          dx[b, h, s] = sum_j dy[b, h n + j, s]
 

@@ -1,6 +1,6 @@
 """transpose: y_..cr = x_..rc, the last two dimensions swapped, or any permutation, in a new contiguous tensor.
 
-Dimensions that stay neighbours are merged. What is then one matrix, or a batch of them, climbs this ladder; other
+Dimensions that stay neighbours are merged. If one matrix or a batch of them is left, this ladder takes it; other
 permutations move rows, or tiles that are wide on both sides, by strides (`_permute.py`). A warp that reads a row of x
 writes a column of y, one sector per element. So tiles go through shared memory and are transposed there, padded or
 swizzled against bank conflicts. The last implementations keep more bytes in flight: tiles moved by TMA, then 16-byte

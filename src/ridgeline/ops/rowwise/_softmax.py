@@ -340,7 +340,7 @@ class Softmax:
         """Registers `cuda_cluster`, which serves wide rows."""
         self.op.kernel(
             "cuda_cluster",
-            "a row spread over a cluster's shared memory and read once; rows that tiles are as fast on in tiles",
+            "a row spread over a cluster's shared memory and read once; where that is no faster, in tiles",
             kind="cuda",
             served=True,
             arch=90,

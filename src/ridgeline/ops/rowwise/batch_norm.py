@@ -288,7 +288,7 @@ BATCH_NORM.eager("torch", "PyTorch's own kernels, then one each to add and for R
 BATCH_NORM.compiled("the formula fused by torch.compile")
 BATCH_NORM.kernel(
     "triton",
-    "statistics by parts, merged; one pass normalises, adds and cuts off; backward sums, then one pass",
+    "statistics by parts, merged; one pass normalises, adds and applies ReLU; backward sums, then one pass",
     kind="triton",
     fwd=_batch.launch_fwd,
     bwd=_batch.launch_bwd,

@@ -86,10 +86,11 @@ def headline(rows: list[Row], where: str = "") -> str | None:
         if ours and peers:
             seconds, peak = ours["seconds"]["median"], units.size(ours["peak_bytes"])
             said = [f"{units.times(row['seconds']['median'] / seconds)} as fast as {name}" for name, row in peers]
-            policy = ours["variant"].removeprefix("ridgeline")
             rate = f"{ours['tokens_per_second']['median']:,.0f} tokens/s"
-            what = f"**A training step of {title} runs at {rate}**{policy}{where}: {', '.join(said)}."
-            return f"{what} That is {units.percent(ours['share'])} of the floor, at a peak of {peak}."
+            what = f"**A training step of {title} runs at {rate}**{where}: {', '.join(said)}."
+            memory = ours["variant"].partition("memory=")[2].rstrip(")").split(",")[0]
+            call = f' The model is patched with `hf.patch(model, memory="{memory}")`.' if memory else ""
+            return f"{what} That is {units.percent(ours['share'])} of the fastest possible speed, in {peak}.{call}"
     return None
 
 

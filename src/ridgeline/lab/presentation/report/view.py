@@ -96,7 +96,8 @@ def headline(source: Source, checks: list[dict[str, Any]]) -> str:
     if failed:
         return f"{name}: {failed:,} of {count(passed + failed, 'checked result')} are wrong."
     if passed:
-        return f"{name}: all {count(passed, 'checked result')} are correct."
+        said = f"all {passed:,} checked results are" if passed > 1 else "the one checked result is"
+        return f"{name}: {said} correct."
     return f"{name}: {count(len(names([source])), 'operation')} timed." if found else f"{name}: nothing was timed."
 
 
@@ -113,7 +114,7 @@ def beneath(source: Source) -> str:
     """Returns the work that the headline's figures are taken over."""
     found = champions(source)
     if not found:
-        return "The limits below were measured all the same."
+        return "Only the limits below were measured."
     cases = count(len(found), "benchmark case")
     if any(ours(r) for r in found):
         return (

@@ -107,7 +107,7 @@ def block_mask(
             wanted = "torch.bool of (Sq, Sk), (H, Sq, Sk) or (B, H, Sq, Sk), not empty"
             raise RidgelineError(f"block_mask: mask must be {wanted}, got {mask.dtype} {tuple(mask.shape)}")
         if tensors or eager is not None or any([n is not None for n in (B, H, Sq, Sk, device)]):
-            raise RidgelineError("block_mask: a mask in memory has its own sizes and device, so give no others with it")
+            raise RidgelineError("block_mask: with a tensor as mask, leave out sizes, device, tensors and eager")
         return _of_dense(mask, block)
     wrong = tensors_fault(tensors) or function_fault("mask", mask, ("b", "h", "q", "k"), tensors)
     for name, size in (("B", 1 if B is None else B), ("H", 1 if H is None else H), ("Sq", Sq), ("Sk", Sk)):
@@ -118,7 +118,7 @@ def block_mask(
     shape = B or 1, H or 1, Sq or 0, Sk or 0
     place = torch.device(device) if device is not None else _home(tensors)
     if any([t.device.type != place.type for t in tensors]):
-        raise RidgelineError(f"block_mask: the tensors are on {tensors[0].device}, and the device is {place}")
+        raise RidgelineError(f"block_mask: tensors must be on the device {place}, but are on {tensors[0].device}")
     return _of_function(mask, tuple(tensors), shape, block, place, eager)
 
 
@@ -135,7 +135,7 @@ def _of_function(
     blocks = [-(-n // block) for n in shape[2:]]
     if device.type == "cpu" and not INTERPRETED:
         if eager is None:
-            raise RidgelineError("block_mask: on a CPU give eager=, the function in PyTorch: Triton runs on a GPU")
+            raise RidgelineError("block_mask: on a CPU give eager=, the same function in PyTorch; Triton needs a GPU")
         index = [torch.arange(n) for n in shape]
         seen = eager(index[0][:, None, None, None], index[1][:, None, None], index[2][:, None], index[3], *tensors)
         counts = _of_dense(seen.expand(shape), block).counts
