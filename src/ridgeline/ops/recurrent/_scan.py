@@ -427,11 +427,10 @@ def scan_chunks(
     BN: tl.constexpr = form.BN
     slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
     segment, part = tl.program_id(0) // slices, tl.program_id(0) % slices
-    columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
     n, h = pair // sequences.heads, pair % sequences.heads
     start, tokens = find_span(sequences, n)
-    depth, inner = tl.arange(0, form.BD), tl.arange(0, form.C)
+    depth, columns, inner = tl.arange(0, form.BD), part * BN + tl.arange(0, BN), tl.arange(0, form.C)
     wide: tl.constexpr = form.BD if form.INSIDE else form.BN
     channels = depth if form.INSIDE else columns
     most: tl.constexpr = form.D if form.INSIDE else form.N
@@ -451,7 +450,8 @@ def scan_chunks(
     mine, sums, room = from_a, start, start
     if OUT and (form.GRADIENT or form.STEP == 3):
         mine, sums, room = _of_gradient(gradient, sequences, n, h, pair, start, form)
-    (up, down), skip = (scale, 1.0) if form.REVERSE else (1.0, scale), _skip_of(steps, h, form)
+    up, down = (scale, 1.0) if form.REVERSE else (1.0, scale)
+    skip = _skip_of(steps, h, form)
     decay = tl.zeros([wide], tl.float32) if form.GATE == 2 else tl.cast(0.0, tl.float32)
     of_bonus = tl.zeros([BN], tl.float32)
     begin, end = segment * sequences.segment, tl.minimum((segment + 1) * sequences.segment, tokens)
