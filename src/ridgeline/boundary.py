@@ -141,6 +141,12 @@ def differentiate(function: Any, *args: Any) -> Any:
     return function.quick_apply(*args)
 
 
+def written(*tensors: torch.Tensor | None) -> None:
+    """Tells autograd that a kernel wrote to tensors: what saved them earlier then raises in backward."""
+    if not torch.compiler.is_compiling():
+        torch._C._increment_version([t for t in tensors if t is not None])  # as autograd.graph.increment_version
+
+
 def _no_tangents(*args: Any) -> None:
     """Raises RidgelineError if an argument has a forward-mode tangent, which kernels would silently drop."""
     if any([isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args]):

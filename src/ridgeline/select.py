@@ -14,7 +14,7 @@ from ridgeline import codegen, cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
 from ridgeline.op import CHECK, LOADED, OWN, Implementation, Op, RidgelineError, dense_only
-from ridgeline.replay import KINDS
+from ridgeline.replay import KINDS, Guarded
 
 
 @cache
@@ -199,23 +199,31 @@ def by_kind(
     plain: also cache calls on a GPU that plain PyTorch serves; its rungs' `supports` may then use the same facts alone.
     """
 
-    def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    def decorate(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         if CHECK:
             return look
         known: dict[Any, tuple[Any, ...]] = {}
+        guarded = Guarded()
+
+        def remember(near: Any, found: tuple[Any, ...], *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+            fits = codegen.fitting(tuple([t is not None for t in tensors]))
+            guarded.add(near, tensors, lambda check: (fits, check, found))
+            return found
 
         def learn(key: Any, *args: Any) -> tuple[Any, ...]:
             found = look(*args)
             if found[0] is None or plain:
                 if len(known) >= KINDS:
                     known.clear()
+                    guarded.clear()
                 known[key] = found
             return found
 
         names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": OWN, "devices": devices}
+        names |= {"quick": guarded.found.get, "remember": remember}
         names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
         rest = [*signature(look).parameters.values()][leading:] if others is None else ()
         annotations = others or ["" if p.annotation is p.empty else str(p.annotation) for p in rest]
         return codegen.looked(leading, optional, annotations, strides, names)
 
-    return remember
+    return decorate

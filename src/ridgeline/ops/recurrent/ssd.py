@@ -17,23 +17,24 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.recurrent._arguments import check
+from ridgeline.ops.recurrent._arguments import check, without_gradients
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
+    Found,
     Given,
     engine,
     finished,
     formulas,
-    one_step,
     pairs,
     recurrence,
     served,
     stepped,
 )
 from ridgeline.ops.recurrent._calls import cost as gated_cost
+from ridgeline.ops.recurrent._calls import found as find
 from ridgeline.ops.recurrent._step import Mamba, Token, start
-from ridgeline.select import eager, select
+from ridgeline.select import by_kind, select
 
 Maybe = torch.Tensor | None
 through = engine("ssd")
@@ -104,6 +105,28 @@ def ssd(
     scale: multiplies the state's part of y; 1 if None.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(
+        x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, dt_softplus, return_state, inplace, scale, impl
+    )
+    if inplace:
+        without_gradients("ssd", x, dt, A, B, C, D, z, dt_bias, initial_state)
+    if known.step and initial_state is not None:
+        z = z if z is None or z.stride(-1) == 1 else z.contiguous()
+        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, known.scale, impl)
+        return stepped(y, initial_state, return_state)
+    found = _ssd(
+        lambda v, g: served(through, known, impl, C, B, v, g, None, initial_state, True, cu_seqlens, False), x.dtype,
+        x, dt, A, D, z, dt_bias, dt_softplus,
+    )  # fmt: skip
+    return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
+
+
+@by_kind(10, optional=5, strides=True)
+def _look(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_state: Any, cu_seqlens: Any,
+    dt_softplus: bool, return_state: bool, inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     gates: dict[str, Any] = {"dt": (dt, ("BTR",)), "A": (A, ("R",))}
     gates |= {"D": (D, ("R",))} if D is not None else {}
     gates |= {"z": (z, ("BTRV",))} if z is not None else {}
@@ -112,17 +135,7 @@ def ssd(
     check("ssd", {"C": C, "B": B}, ("x", x), gates, whole)
     if type(dt_softplus) is not bool:
         raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
-    given = whole._replace(return_state=True, inplace=False)
-    factor = 1.0 if scale is None else float(scale)
-    if one_step(x, whole) and initial_state is not None and eager(OP, impl, C, B, x) is None:
-        z = z if z is None or z.stride(-1) == 1 else z.contiguous()
-        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl)
-        return stepped(y, initial_state, whole)
-    found = _ssd(
-        lambda v, g: served(OP, through, impl, C, B, v, g, None, given, factor), x.dtype, x, dt, A, D, z, dt_bias,
-        dt_softplus,
-    )  # fmt: skip
-    return finished(found[0], found[1], whole)
+    return find(OP, impl, whole, C, B, x, 1.0)
 
 
 def _pairs(
