@@ -97,22 +97,25 @@ def _told_apart(a: str, annotation: str) -> str:
 
 
 def looked(
-    leading: int, optional: int, others: Sequence[str], strides: bool, names: dict[str, Any]
+    leading: int, optional: int, others: Sequence[str], strides: bool, gradients: bool, names: dict[str, Any]
 ) -> Callable[..., Any]:
     """Returns the function that looks a call's kind up before its arguments are examined.
 
     optional: how many of the `leading` tensors, the last ones, may be None. others: the annotations of the other
-    arguments, or "". strides: whether the tensors' are part of the kind.
-    names: look, learn, get, quick, remember, own, devices, compiling and autocast."""
+    arguments, or "". strides: whether the tensors' are part of the kind. gradients: whether it is part of it, too,
+    if gradients are on and which tensors require them.
+    names: look, learn, get, quick, remember, own, devices, compiling, autocast and enabled."""
     tensors, rest = [f"t{n}" for n in range(leading)], [f"a{n}" for n in range(len(others))]
     args, required = ", ".join([*tensors, *rest]), leading - optional
     facts = "{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" + (", {t}.stride()" if strides else "")
+    facts += ", {t}.requires_grad" if gradients else ""
     seen = [facts.format(t=t) for t in tensors[:required]]
     seen += [f"None if {t} is None else ({facts.format(t=t)})" for t in tensors[required:]]
     told = [
         *[_told_apart(a, annotation) for a, annotation in zip(rest, others, strict=True)],
         "autocast()",
     ]  # the GPU's
+    told += ["enabled()"] if gradients else []
     odd = [f"type({t}) not in own" for t in tensors[:required]]
     odd += [f"({t} is not None and type({t}) not in own)" for t in tensors[required:]]
     lines = [

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import tuning
 from ridgeline.codegen import Loose, PlanWriter, Seen, Step, front
-from ridgeline.cuda import Arranged, TensorMap, encoded
+from ridgeline.cuda import Arranged, Starter, TensorMap, encoded
 
 Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, kernel parameters
 
@@ -118,7 +118,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(start, Arranged):
             sources = [sources[n] if view is None else (*sources[n], view(values[n])) for n, view in start.takes]
             start = start.starter
-        self.steps.append(Step(start, grid, sources, {}))
+        begin = start.__call__ if isinstance(start, Starter) else start  # Python calls a method sooner than an object
+        self.steps.append(Step(begin, grid, sources, {}))
 
     def source(self, arg: Any, value: Any) -> Any:
         """Returns the parameter itself or, for a tensor or tensor map, (number of a known tensor, offset in bytes)."""

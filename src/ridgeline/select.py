@@ -186,6 +186,7 @@ def by_kind(
     optional: int = 0,
     others: Sequence[str] | None = None,
     strides: bool = False,
+    gradients: bool = False,
     plain: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator for a function that examines an op's arguments: it caches the findings by kind of call.
@@ -193,7 +194,8 @@ def by_kind(
     The first `leading` arguments are tensors; the last `optional` of these may be None. The function returns a tuple
     that starts with the result of `eager`, or raises. Its result is cached if kernels serve the call on a GPU. The key
     is the tensors' shapes, dtypes, layouts and devices, with `strides` those too, the other arguments' values and
-    types, and whether autocast is on. The function may use nothing else: it checks values only if they are `readable`.
+    types, and whether autocast is on. With `gradients` it is also whether gradients are on and which tensors require
+    them. The function may use nothing else: it checks values only if they are `readable`.
     others: the annotations of the other arguments, if the function takes any number. The function raises for an
     argument that its annotation does not allow.
     plain: also cache calls on a GPU that plain PyTorch serves; its rungs' `supports` may then use the same facts alone.
@@ -222,8 +224,9 @@ def by_kind(
         names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": OWN, "devices": devices}
         names |= {"quick": guarded.found.get, "remember": remember}
         names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
+        names |= {"enabled": torch.is_grad_enabled}
         rest = [*signature(look).parameters.values()][leading:] if others is None else ()
         annotations = others or ["" if p.annotation is p.empty else str(p.annotation) for p in rest]
-        return codegen.looked(leading, optional, annotations, strides, names)
+        return codegen.looked(leading, optional, annotations, strides, gradients, names)
 
     return decorate

@@ -18,7 +18,7 @@ Shape = tuple[int | str, ...]
 def check(
     name: str, keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, tuple[Any, tuple[str, ...]]], given: Any
 ) -> None:
-    """Raises RidgelineError if the arguments do not fit together. `without_gradients` has what it leaves.
+    """Raises RidgelineError if the arguments do not fit together.
 
     keys: q and k by name, (B, T, H, K). v: its name and value, (B, T, HV, V). gates: tensors by name, with the forms
     they may have, such as "BTHK", whose letters are those sizes. given: a `Given`."""
@@ -26,12 +26,6 @@ def check(
     wrong = _fault(keys, v, gates, given)
     if wrong:
         raise RidgelineError(f"{name}: {wrong}")
-
-
-def without_gradients(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raises RidgelineError if a call in place would have gradients, which no kind of call says."""
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
-        raise RidgelineError(f"{name}: inplace has no gradients; call it under torch.no_grad() or without inplace")
 
 
 def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], given: Any) -> str | None:
@@ -69,6 +63,8 @@ def _fault(keys: dict[str, Any], v: tuple[str, Any], gates: dict[str, Any], give
             return f"{name} must be {accepted} in a floating-point dtype, but is {t.dtype} {tuple(t.shape)}"
         if name in LOGS and readable(t) and bool((t > 0).any()):
             return f"{name} is the logarithm of a decay and must be at most 0, but its largest is {t.max().item():g}"
+    if given.inplace and torch.is_grad_enabled() and any([t.requires_grad for t in named.values()]):
+        return "inplace has no gradients; call it under torch.no_grad() or without inplace"
     return _state_fault(q, value, given)
 
 
@@ -98,6 +94,8 @@ def _state_fault(q: torch.Tensor, v: torch.Tensor, given: Any) -> str | None:
     if given.inplace:
         if first is None:
             return "inplace needs an initial_state, and it is None"
+        if torch.is_grad_enabled() and first.requires_grad:
+            return "inplace has no gradients; call it under torch.no_grad() or without inplace"
         if not first.is_contiguous() and not (q.shape[1] == 1 and first.mT.is_contiguous()):
             return f"inplace needs a contiguous initial_state, but its strides are {first.stride()}"
     return None

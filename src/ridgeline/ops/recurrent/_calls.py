@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, written
 from ridgeline.op import Cost, Implementation, Op, nbytes
 from ridgeline.ops.recurrent import _channel_chunks, _chunks
-from ridgeline.ops.recurrent._arguments import without_gradients
 from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
@@ -175,7 +174,6 @@ class Engine(NamedTuple):
         differentiable. step: of q, k, v, others, state, options, scale and impl; o of one token, and the state is
         replaced in place."""
 
-    name: str
     run: Callable[..., Any]
     step: Callable[..., Any]
 
@@ -250,7 +248,7 @@ def engine(name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, .
             return differentiate(Recurrent, *args)
         return forward(*args)
 
-    return Engine(name, call, _in_place(name, op, tensors, options, len(others)))
+    return Engine(call, _in_place(name, op, tensors, options, len(others)))
 
 
 class Found(NamedTuple):
@@ -273,8 +271,6 @@ def served(
 ) -> Any:  # fmt: skip
     """Runs a call by the implementation that serves it."""
     plain, scale, step = known
-    if inplace:
-        without_gradients(through.name, q, k, v, g, u, first)
     if plain is not None:
         return recurrence(q, k, v, g, u, Given(first, return_state, ends, inplace, scale), scale)
     if g is not None and g.dim() == 4 and g.stride(-1) != 1:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ridgeline.op import Cost, Op, nbytes
-from ridgeline.ops.recurrent._arguments import without_gradients
 from ridgeline.ops.recurrent._calls import (
     Engine,
     Found,
@@ -89,8 +88,6 @@ def delta_served(
 ) -> Any:  # fmt: skip
     """Runs a call by the implementation that serves it. args: those of `Delta` that are tensors."""
     plain, scale, step = known
-    if inplace:
-        without_gradients(through.name, *args, first)
     if plain is not None:
         return delta_recurrence(Delta(*args, normalize), Given(first, return_state, ends, inplace, scale), scale)
     g = args[3]

@@ -21,7 +21,6 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, written
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.recurrent._arguments import without_gradients
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
     Line,
@@ -243,8 +242,6 @@ def causal_conv1d(
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
     plain, step = _look(x, weight, bias, initial_state, cu_seqlens, activation, inplace, impl)
-    if inplace:
-        without_gradients("causal_conv1d", x, weight, bias, initial_state)
     if plain is not None and plain.call is not None:
         options: dict[str, Any] = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         options |= {"activation": activation, "return_state": return_state, "inplace": inplace}
@@ -264,7 +261,7 @@ def causal_conv1d(
     return _finished(y, state, initial_state, return_state, inplace)
 
 
-@by_kind(5, optional=3, strides=True)
+@by_kind(5, optional=3, strides=True, gradients=True)
 def _look(
     x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, activation: str | None, inplace: bool,
     impl: str | None,
@@ -315,15 +312,19 @@ def _fault(given: dict[str, Any], activation: Any, inplace: bool) -> str | None:
             places = ends.tolist()
             if places[0] or places[-1] != T or sorted(places) != places:
                 return f"cu_seqlens must rise from 0 to the {T} tokens, but is {places}"
-    return _state_fault(x, first, (sequences, *weight.shape), inplace)
+    return _state_fault(x, weight, bias, first, (sequences, *weight.shape), inplace)
 
 
-def _state_fault(x: torch.Tensor, first: Maybe, shape: tuple[int, ...], inplace: bool) -> str | None:
+def _state_fault(
+    x: torch.Tensor, weight: torch.Tensor, bias: Maybe, first: Maybe, shape: tuple[int, ...], inplace: bool
+) -> str | None:
     if first is not None and (first.shape != shape or first.dtype != x.dtype):
         return f"initial_state must be {shape} in {str(x.dtype)[6:]}, but is {first.dtype} {tuple(first.shape)}"
     if inplace:
         if first is None:
             return "inplace needs an initial_state, and it is None"
+        if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, weight, bias, first)]):
+            return "inplace has no gradients; call it under torch.no_grad() or without inplace"
         if not first.is_contiguous():
             return f"inplace needs a contiguous initial_state, but its strides are {first.stride()}"
     return None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
-from ridgeline.ops.recurrent._arguments import check, without_gradients
+from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
@@ -108,8 +108,6 @@ def ssd(
     known = _look(
         x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, dt_softplus, return_state, inplace, scale, impl
     )
-    if inplace:
-        without_gradients("ssd", x, dt, A, B, C, D, z, dt_bias, initial_state)
     if known.step and initial_state is not None:
         z = z if z is None or z.stride(-1) == 1 else z.contiguous()
         y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, known.scale, impl)
@@ -121,7 +119,7 @@ def ssd(
     return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
 
 
-@by_kind(10, optional=5, strides=True)
+@by_kind(10, optional=5, strides=True, gradients=True)
 def _look(
     x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_state: Any, cu_seqlens: Any,
     dt_softplus: bool, return_state: bool, inplace: bool, scale: float | None, impl: str | None,
