@@ -106,6 +106,15 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
     return register
 
 
+def repeated(launcher: Callable[..., Any], leading: int, count: int) -> Callable[..., Any]:
+    """Returns a function of a launcher's `count` arguments, of which the first `leading` are tensors, that repeats its
+    work by kind of call. It is for launchers of other libraries, whose callers hand calls to torch that it intercepts.
+    """
+    seen = "seen = observers or devices.stand_in is not None or tuning.current_listener is not None"
+    names = {"observers": _observers, "devices": devices}
+    return Plans(launcher, leading).front(count, ([seen], ["if seen: return launcher({args})"]), names)
+
+
 def _through(registered: Any, op: str) -> Callable[..., Any]:
     """Returns the registered op, for calls that torch intercepts: active FLOP counters learn its formula first, and a
     DTensor gives one sentence instead of torch's error about sharding strategies."""
