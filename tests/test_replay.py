@@ -369,6 +369,93 @@ def test_a_kind_may_lack_tensors_and_have_strides(monkeypatch: pytest.MonkeyPatc
     assert several(x, w, None) == several(x, w, "triton") == (None, 3)
 
 
+def test_gradients_are_part_of_a_kind_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are on, and which tensors require them, for a guard and for a key."""
+    looks: list[int] = []
+
+    @by_kind(2, optional=1, gradients=True)
+    def look(x: torch.Tensor, w: torch.Tensor | None, n: int) -> tuple[None, int]:
+        looks.append(n)
+        return None, len(looks)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, w = torch.randn(4, 4), torch.randn(4)
+    kinds = [
+        (x, w),
+        (x, w.clone().requires_grad_()),
+        (x.clone().requires_grad_(), w),
+        (x.clone().requires_grad_(), None),
+    ]
+    for n, given in enumerate(kinds, 1):
+        assert [look(*given, 1)[1] for _ in range(4)] == [n] * 4
+    with torch.no_grad():
+        assert [look(*kinds[1], 1)[1] for _ in range(4)] == [5] * 4
+    assert [look(*given, 1)[1] for given in kinds] == [1, 2, 3, 4]
+
+
+def test_a_guard_finds_the_plan(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key of all facts; any other fact, and another GPU, sends the call on to the key."""
+    launch, runs = door(started), []
+
+    def launcher(x: torch.Tensor, w: torch.Tensor | None, eps: float) -> torch.Tensor:
+        runs.append(eps)
+        y = torch.empty_like(x)
+        launch((1, 1, 1), y, x, w, eps)
+        return y
+
+    plans = Plans(launcher, 2)
+    call = plans.front(3)
+    x, w, odd = torch.randn(3, 8), torch.randn(8), torch.randn(9)[1:]
+    for _ in range(3):
+        call(x, w, 1.0)
+
+    class NoKey(Exception):
+        pass
+
+    def keyed(key: Any) -> None:
+        raise NoKey
+
+    monkeypatch.setitem(call.__globals__, "found", keyed)
+    for _ in range(3):
+        x, w = torch.randn(3, 8), torch.randn(8)
+        y = call(x, w, 1.0)
+        assert started[-1][1] == (y.data_ptr(), x.data_ptr(), w.data_ptr(), 1.0)
+    others = {
+        "shape": (x, torch.randn(7)),
+        "strides": (torch.randn(8, 3).t(), w),
+        "dtype": (x, w.half()),
+        "alignment": (x, odd),
+        "none": (x, None),
+        "gradients": (x, torch.randn(8).requires_grad_()),
+        "class": (x, torch.nn.Parameter(w, requires_grad=False)),
+        "one tensor": (x, x),
+        "negated": (x, torch._neg_view(w)),
+    }
+    for what, given in others.items():
+        with pytest.raises(NoKey):
+            print(what, call(*given, 1.0))
+    with pytest.raises(NoKey):
+        call(x, w, 2.0)
+    (plan,) = plans.found.values()
+    for function in (call, plan):
+        monkeypatch.setitem(function.__globals__, "current", lambda: 1)
+    assert len(runs) == 2
+    call(x, w, 1.0)  # the launcher sees to the device
+    assert len(runs) == 3
+
+
+def test_a_key_keeps_few_guards() -> None:
+    known = replay.Guarded()
+    tensors = [torch.randn(n + 1) for n in range(replay.Guarded.ADDED + 3)]
+    for n, tensor in enumerate(tensors):
+        known.add("near", (tensor, None), lambda check, n=n: (check, n))
+    kept = known.found["near"]
+    last = replay.Guarded.ADDED
+    assert [n for _, n in kept] == [last - 1 - n for n in range(replay.Guarded.MOST)]
+    assert [check(tensors[n]) for check, n in kept] == [True] * replay.Guarded.MOST
+    assert not kept[0][0](tensors[0])
+
+
 def test_calls_left_to_pytorch_are_remembered_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 

@@ -48,7 +48,7 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster 
 }
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
-_Guards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # type: ignore[attr-defined]
 KINDS = 4096  # kinds of calls that an op remembers
 _STEPS = 1000  # most steps of a plan, which keeps some 6 KiB for each
 
@@ -190,7 +190,7 @@ class Guarded:
         if len(self.added) >= KINDS:
             self.clear()
         added = self.added[near] = self.added.get(near, 0) + 1
-        if added <= self.ADDED:
+        if added <= self.ADDED and _Guards is not None:
             there = [t for t in tensors if t is not None]
             guard = _Guards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
             self.found[near] = (entry(guard.check), *self.found.get(near, ())[: self.MOST - 1])
