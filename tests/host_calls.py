@@ -1,7 +1,7 @@
-"""Small calls' host time on a CPU that emulates a GPU: everything but the driver's call. Run it, do not import it.
+"""Small calls' host time on a CPU that emulates a GPU: everything but the driver's call.
 
 `python tests/host_calls.py` prints the microseconds of each call, and how many functions of Python and of C it calls;
-with `--json` those numbers alone. It replaces parts of torch and of ridgeline for the whole process.
+with `--json` those numbers alone. `emulate` replaces parts of torch and of ridgeline for the whole process.
 """
 
 import ctypes
