@@ -148,7 +148,7 @@ def linear(
             z = ACTIVATIONS[activation or ""](differentiate(_main_grad.Tap, z, weight, x, main_grad, impl == "triton"))
             return z if residual is None else z + residual
     if plain is not None:
-        return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
+        return plain.call(x, weight, bias, activation=activation, residual=residual)
     keep = activation is not None and torch.is_grad_enabled()
     keep = keep and any([t is not None and t.requires_grad for t in given[:3]])
     flat = None if residual is None else rows_of(residual).contiguous()

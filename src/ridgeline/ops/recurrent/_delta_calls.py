@@ -89,7 +89,9 @@ def delta_served(
     """Runs a call by the implementation that serves it. args: those of `Delta` that are tensors."""
     plain, scale, step = known
     if plain is not None:
-        return delta_recurrence(Delta(*args, normalize), Given(first, return_state, ends, inplace, scale), scale)
+        return delta_recurrence(
+            Delta(*args)._replace(normalize=normalize), Given(first, return_state, ends, inplace, scale), scale
+        )
     g = args[3]
     if g.dim() == 4 and g.stride(-1) != 1:
         args = *args[:3], g.contiguous(), *args[4:]
