@@ -53,8 +53,9 @@ def data(*shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -
 
 def steps() -> dict[str, Call]:
     """A decoder's steps: one token of four sequences, the state in place."""
-    q, k, v, w, a, b, z = (data(4, 1, 4, 16) for _ in range(7))
-    g, beta, dt, u, B, C = (
+    q, k, v, a, b, z = (data(4, 1, 4, 16) for _ in range(6))
+    g, w = (-data(*shape).abs() for shape in ((4, 1, 4), (4, 1, 4, 16)))
+    beta, dt, u, B, C = (
         data(4, 1, 4),
         data(4, 1, 4),
         data(4, 1, 4),
@@ -63,7 +64,7 @@ def steps() -> dict[str, Call]:
         data(4, 1, 1, 16),
     )
     heads = {n: data(4, dtype=torch.float32) for n in ("A", "D", "dt_bias")}
-    A = heads.pop("A")
+    A = -heads.pop("A").abs()
     state: dict[str, Any] = {"initial_state": data(4, 4, 16, 16, dtype=torch.float32), "return_state": True}
     state["inplace"] = True
     window = state | {"initial_state": data(4, 64, 4)}

@@ -48,7 +48,7 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster 
 }
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
-_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)  # type: ignore[attr-defined]
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 KINDS = 4096  # kinds of calls that an op remembers
 _STEPS = 1000  # most steps of a plan, which keeps some 6 KiB for each
 
