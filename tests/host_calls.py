@@ -55,14 +55,7 @@ def steps() -> dict[str, Call]:
     """A decoder's steps: one token of four sequences, the state in place."""
     q, k, v, a, b, z = (data(4, 1, 4, 16) for _ in range(6))
     g, w = (-data(*shape).abs() for shape in ((4, 1, 4), (4, 1, 4, 16)))
-    beta, dt, u, B, C = (
-        data(4, 1, 4),
-        data(4, 1, 4),
-        data(4, 1, 4),
-        data(4, 16),
-        data(4, 1, 1, 16),
-        data(4, 1, 1, 16),
-    )
+    beta, dt, u, B, C = (data(*shape) for shape in ((4, 1, 4), (4, 1, 4), (4, 16), (4, 1, 1, 16), (4, 1, 1, 16)))
     heads = {n: data(4, dtype=torch.float32) for n in ("A", "D", "dt_bias")}
     A = -heads.pop("A").abs()
     state: dict[str, Any] = {"initial_state": data(4, 4, 16, 16, dtype=torch.float32), "return_state": True}
