@@ -446,14 +446,21 @@ def test_a_guard_finds_the_plan(started: Started, monkeypatch: pytest.MonkeyPatc
 
 def test_a_key_keeps_few_guards() -> None:
     known = replay.Guarded()
-    tensors = [torch.randn(n + 1) for n in range(replay.Guarded.ADDED + 3)]
-    for n, tensor in enumerate(tensors):
-        known.add("near", (tensor, None), lambda check, n=n: (check, n))
+    tensors = [torch.randn(n + 1) for n in range(replay.Guarded.ADDED + 1)]
+
+    def add(n: int, *others: torch.Tensor) -> None:
+        known.add("near", (tensors[n], None, *others), lambda check: (check, n))
+
+    for n in range(replay.Guarded.ADDED):
+        add(n)
     kept = known.found["near"]
-    last = replay.Guarded.ADDED
-    assert [n for _, n in kept] == [last - 1 - n for n in range(replay.Guarded.MOST)]
+    assert [n for _, n in kept] == [replay.Guarded.ADDED - 1 - n for n in range(replay.Guarded.MOST)]
     assert [check(tensors[n]) for check, n in kept] == [True] * replay.Guarded.MOST
     assert not kept[0][0](tensors[0])
+    add(0, tensors[0])  # would never pass
+    assert known.found["near"] == kept
+    add(-1)  # kinds without end: a look at guards would be in vain
+    assert not known.found
 
 
 def test_calls_left_to_pytorch_are_remembered_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:

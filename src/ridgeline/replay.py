@@ -177,7 +177,7 @@ class Guarded:
     types, shapes, strides, dtypes, devices, dispatch keys (layouts, negations, transforms) and whether they require
     gradients. A call in which two arguments are one tensor passes no guard."""
 
-    MOST, ADDED = 4, 64  # entries of a key, and how many a key ever gets: then other calls take the slower path
+    MOST, ADDED = 4, 64  # entries of a key, and how many a key ever gets: calls of so many kinds are better off without
 
     def __init__(self) -> None:
         self.found: dict[Any, tuple[Any, ...]] = {}
@@ -187,13 +187,20 @@ class Guarded:
         self, near: Any, tensors: Sequence[torch.Tensor | None], entry: Callable[[Callable[..., bool]], Any]
     ) -> None:  # fmt: skip
         """Adds entry(a guard's check) for calls whose tensors are like these; it replaces the oldest of many."""
+        there = [t for t in tensors if t is not None]
+        if _Guards is None or len({id(t) for t in there}) < len(there):
+            return
         if len(self.added) >= KINDS:
             self.clear()
         added = self.added[near] = self.added.get(near, 0) + 1
-        if added <= self.ADDED and _Guards is not None:
-            there = [t for t in tensors if t is not None]
+        if added > self.ADDED:
+            self.found.pop(near, None)
+            return
+        try:
             guard = _Guards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-            self.found[near] = (entry(guard.check), *self.found.get(near, ())[: self.MOST - 1])
+        except (RuntimeError, TypeError):  # tensors without strides
+            return
+        self.found[near] = (entry(guard.check), *self.found.get(near, ())[: self.MOST - 1])
 
     def clear(self) -> None:
         self.found.clear()
