@@ -246,6 +246,44 @@ def same(x: torch.Tensor, w: torch.Tensor | None, fails: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+STARTS: list[tuple[int, int, float]] = []
+
+
+@kernel_op("toy_inner(Tensor x, float f) -> Tensor")
+def doubled(x: torch.Tensor, f: float) -> torch.Tensor:
+    y = torch.empty_like(x)
+
+    def start(gx: int, gy: int, gz: int, stream: int, values: Any) -> None:
+        STARTS.append(tuple(values))
+
+    watching = recorder()
+    if watching is not None:
+        watching.started(start, (1, 1, 1), (y, x, f), (y.data_ptr(), x.data_ptr(), f))
+    start(1, 1, 1, 0, (y.data_ptr(), x.data_ptr(), f))
+    return y
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_what_another_op_does_is_repeated(started: Started, monkeypatch: pytest.MonkeyPatch, loose: bool) -> None:
+    """But for a launcher with loose numbers, which would be taken for numbers of the kind."""
+    monkeypatch.setitem(doubled.__globals__, "current", lambda: 0)
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y, made = torch.empty_like(x), doubled(x[1:], 2.0)
+        launch((1, 1, 1), y, made, seed)
+        return y, made
+
+    call, runs = counted(launcher, 1, 2, (1,) if loose else ())
+    for n in range(5):
+        x = torch.randn(3, 8)
+        y, made = call(x, 7)
+        assert STARTS[-1] == (made.data_ptr(), x.data_ptr() + 32, 2.0)
+        assert started[-1][1] == (y.data_ptr(), made.data_ptr(), 7)
+        assert made.shape == (2, 8)
+        assert len(runs) == (n + 1 if loose else min(n + 1, 2))
+
+
 OTHERS = {
     "sparse_coo": torch.Tensor.to_sparse,
     "sparse_csr": torch.Tensor.to_sparse_csr,

@@ -42,7 +42,7 @@ from ridgeline.cuda import (
     parameters,
 )
 from ridgeline.op import OWN, RidgelineError, dense_only, dtensor
-from ridgeline.replay import Plans, Start, recorder
+from ridgeline.replay import Plans, Start, inner, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -84,6 +84,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         torch.library.register_fake(f"ridgeline::{name}", fake, lib=LIBRARY)
         flops.register(name)
         registered = getattr(torch.ops.ridgeline, name).default
+        inner[registered] = launcher
         names = {
             "registered": registered,
             "through": _through(registered, name.rpartition("_")[0]),

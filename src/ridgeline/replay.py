@@ -7,8 +7,9 @@ pointers into arguments and allocations, or as tensor maps of them. For later ca
 repeat this, in about a third of the host's time.
 
 Some torch operations are recorded too, on views of the arguments and allocations: products and sums into a tensor given
-as `out`, copies into a tensor, and filling one with a number. A launcher that does anything else (another torch
-operation, a copy of a strided input, Triton's own launcher) is not recorded and runs each time.
+as `out`, copies into a tensor, and filling one with a number; and what other registered ops of ours do. A launcher that
+does anything else (another torch operation, a copy of a strided input, Triton's own launcher) is not recorded and runs
+each time.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ KINDS = 4096  # kinds of calls that an op remembers
 _STEPS = 1000  # most steps of a plan, which keeps some 6 KiB for each
 
 
+inner: dict[Any, Callable[..., Any]] = {}  # launchers by registered op: another launcher may call the op
+
+
 class _Local(threading.local):
     recorder: Recorder | None = None
 
@@ -80,6 +84,9 @@ class Recorder(TorchDispatchMode):
         self.shared = {s for s in stored if stored.count(s) > 1}  # such as q, k and v of one packed tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in inner and not self.loose and not kwargs:  # a loose number would come out as a plain one
+            with self:
+                return inner[function](*args)
         result = function(*args, **(kwargs or {}))
         self.repeatable &= len(self.steps) <= _STEPS
         if not self.repeatable:
