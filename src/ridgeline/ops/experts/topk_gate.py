@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Implementation, Op, Spec, nbytes
+from ridgeline.op import Case, Cost, Op, Spec, nbytes
 from ridgeline.ops.experts import _checks, _gate
 from ridgeline.select import by_kind, eager, run
 
@@ -108,20 +108,16 @@ def topk_gate(
 
 
 @by_kind(2, optional=1, gradients=True)
-def _look(
-    logits: Any, bias: Any, k: int, score: str, groups: int, top_groups: int, scale: float, impl: str | None
-) -> tuple[Implementation | None, bool]:
-    """Checks a call and chooses. Returns too whether gradients are wanted."""
-    _checks.topk_gate(logits, k, score, bias, groups, top_groups, scale)
-    return eager(TOPK_GATE, impl, logits), torch.is_grad_enabled() and logits.requires_grad
+def _look(x: Any, bias: Any, k: int, score: str, groups: int, top_groups: int, scale: float, impl: str | None) -> Any:
+    _checks.topk_gate(x, k, score, bias, groups, top_groups, scale)
+    return eager(TOPK_GATE, impl, x), torch.is_grad_enabled() and x.requires_grad
 
 
 def cost(logits: _T, k: int, *, bias: _Maybe = None, **_: Any) -> tuple[Cost, Cost]:
     """Five operations for a logit's score, and one for each of the k searches."""
     (T, E), chosen = logits.shape, 12 * logits.shape[0] * k
     read = nbytes(logits) + (0 if bias is None else nbytes(bias))
-    forward = Cost(read, chosen + 4 * E, T * E * (5 + k))
-    return forward, Cost(nbytes(logits) + chosen, nbytes(logits), T * E * (7 + k))
+    return Cost(read, chosen + 4 * E, T * E * (5 + k)), Cost(nbytes(logits) + chosen, nbytes(logits), T * E * (7 + k))
 
 
 def _case(T: int, E: int, k: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
