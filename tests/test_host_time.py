@@ -1,6 +1,7 @@
-"""The host's time of small calls beside torch's: forward, and forward with backward, with ten layouts in turn.
+"""The host's time of small calls beside torch's: forward, and forward with backward, with ten layouts in turn; and of a
+decoder's steps and of layers of one token, which have no op of torch's beside them.
 
-`python tests/test_host_time.py` prints the table. `--profile OP` shows where the time of an op's forward goes, and of
+`python tests/test_host_time.py` prints the tables. `--profile OP` shows where the time of an op's forward goes, and of
 its forward with backward, with backward in the calling thread so that the profiler sees it.
 """
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import ridgeline
+from host_calls import layers, steps
 
 pytestmark = pytest.mark.gpu
 SHAPES = [64 + i for i in range(10)]
@@ -151,6 +153,21 @@ def test_small_calls_cost_the_host_little(name: str) -> None:
     assert not over
 
 
+STEP = 25.0  # microseconds
+
+
+def tokens() -> dict[str, Callable[[], Any]]:
+    """A decoder's steps, and layers of one token, on the GPU."""
+    with torch.device("cuda"):
+        return steps() | layers()
+
+
+@pytest.mark.parametrize("name", steps())
+def test_a_decoders_step_costs_the_host_little(name: str) -> None:
+    call = tokens()[name]
+    assert microseconds(call, call)[0] <= STEP
+
+
 if __name__ == "__main__":
     if "--profile" in sys.argv:
         for direction, (work, _) in works(sys.argv[-1]).items():
@@ -171,3 +188,5 @@ if __name__ == "__main__":
                 print(
                     f"{name:20} {direction:20} {ours:7.1f} us, torch {theirs:7.1f} us: {ours / theirs:.2f}", flush=True
                 )
+        for name, call in tokens().items():
+            print(f"{name:41} {microseconds(call, call)[0]:7.1f} us", flush=True)

@@ -246,6 +246,44 @@ def same(x: torch.Tensor, w: torch.Tensor | None, fails: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+STARTS: list[tuple[int, int, float]] = []
+
+
+@kernel_op("toy_inner(Tensor x, float f) -> Tensor")
+def doubled(x: torch.Tensor, f: float) -> torch.Tensor:
+    y = torch.empty_like(x)
+
+    def start(gx: int, gy: int, gz: int, stream: int, values: Any) -> None:
+        STARTS.append(tuple(values))
+
+    watching = recorder()
+    if watching is not None:
+        watching.started(start, (1, 1, 1), (y, x, f), (y.data_ptr(), x.data_ptr(), f))
+    start(1, 1, 1, 0, (y.data_ptr(), x.data_ptr(), f))
+    return y
+
+
+@pytest.mark.parametrize("loose", [False, True])
+def test_what_another_op_does_is_repeated(started: Started, monkeypatch: pytest.MonkeyPatch, loose: bool) -> None:
+    """But for a launcher with loose numbers, which would be taken for numbers of the kind."""
+    monkeypatch.setitem(doubled.__globals__, "current", lambda: 0)
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        y, made = torch.empty_like(x), doubled(x[1:], 2.0)
+        launch((1, 1, 1), y, made, seed)
+        return y, made
+
+    call, runs = counted(launcher, 1, 2, (1,) if loose else ())
+    for n in range(5):
+        x = torch.randn(3, 8)
+        y, made = call(x, 7)
+        assert STARTS[-1] == (made.data_ptr(), x.data_ptr() + 32, 2.0)
+        assert started[-1][1] == (y.data_ptr(), made.data_ptr(), 7)
+        assert made.shape == (2, 8)
+        assert len(runs) == (n + 1 if loose else min(n + 1, 2))
+
+
 OTHERS = {
     "sparse_coo": torch.Tensor.to_sparse,
     "sparse_csr": torch.Tensor.to_sparse_csr,
@@ -343,7 +381,9 @@ def test_a_call_like_one_before_is_not_looked_at_again(started: Started, monkeyp
             assert look(x, w, 1, 2.0) == (None, before + 1)
         monkeypatch.setitem(look.__globals__, "autocast", lambda: True)
         assert look(x, w, 1, 2.0) == look(x, w, 1, 2.0) == (None, before + 2)
-    assert look(x, w, 1, 2.0) == (None, before + 3)
+    few = x[:1]
+    assert look(few, w, 1, 2.0) == (None, before + 3)  # on a CPU, where values are examined
+    assert look(few, w, 1, 2.0) == (None, before + 4)
 
 
 def test_a_kind_may_lack_tensors_and_have_strides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,6 +405,100 @@ def test_a_kind_may_lack_tensors_and_have_strides(monkeypatch: pytest.MonkeyPatc
         assert look(*given) == look(*given) == (None, n)
     assert look(None, w, 1, None) == (None, len(kinds) + 1)  # examined, so that the op can raise
     assert several(x, w, None) == several(x, w, "triton") == (None, 3)
+
+
+def test_gradients_are_part_of_a_kind_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are on, and which tensors require them, for a guard and for a key."""
+    looks: list[int] = []
+
+    @by_kind(2, optional=1, gradients=True)
+    def look(x: torch.Tensor, w: torch.Tensor | None, n: int) -> tuple[None, int]:
+        looks.append(n)
+        return None, len(looks)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x, w = torch.randn(4, 4), torch.randn(4)
+    kinds = [
+        (x, w),
+        (x, w.clone().requires_grad_()),
+        (x.clone().requires_grad_(), w),
+        (x.clone().requires_grad_(), None),
+    ]
+    for n, given in enumerate(kinds, 1):
+        assert [look(*given, 1)[1] for _ in range(4)] == [n] * 4
+    with torch.no_grad():
+        assert [look(*kinds[1], 1)[1] for _ in range(4)] == [5] * 4
+    assert [look(*given, 1)[1] for given in kinds] == [1, 2, 3, 4]
+
+
+def test_a_guard_finds_the_plan(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a key of all facts; any other fact, and another GPU, sends the call on to the key."""
+    launch, runs = door(started), []
+
+    def launcher(x: torch.Tensor, w: torch.Tensor | None, eps: float) -> torch.Tensor:
+        runs.append(eps)
+        y = torch.empty_like(x)
+        launch((1, 1, 1), y, x, w, eps)
+        return y
+
+    plans = Plans(launcher, 2)
+    call = plans.front(3)
+    x, w, odd = torch.randn(3, 8), torch.randn(8), torch.randn(9)[1:]
+    for _ in range(3):
+        call(x, w, 1.0)
+
+    class NoKey(Exception):
+        pass
+
+    def keyed(key: Any) -> None:
+        raise NoKey
+
+    monkeypatch.setitem(call.__globals__, "found", keyed)
+    for _ in range(3):
+        x, w = torch.randn(3, 8), torch.randn(8)
+        y = call(x, w, 1.0)
+        assert started[-1][1] == (y.data_ptr(), x.data_ptr(), w.data_ptr(), 1.0)
+    others = {
+        "shape": (x, torch.randn(7)),
+        "strides": (torch.randn(8, 3).t(), w),
+        "dtype": (x, w.half()),
+        "alignment": (x, odd),
+        "none": (x, None),
+        "gradients": (x, torch.randn(8).requires_grad_()),
+        "class": (x, torch.nn.Parameter(w, requires_grad=False)),
+        "one tensor": (x, x),
+        "negated": (x, torch._neg_view(w)),
+    }
+    for what, given in others.items():
+        with pytest.raises(NoKey):
+            print(what, call(*given, 1.0))
+    with pytest.raises(NoKey):
+        call(x, w, 2.0)
+    (plan,) = plans.found.values()
+    for function in (call, plan):
+        monkeypatch.setitem(function.__globals__, "current", lambda: 1)
+    assert len(runs) == 2
+    call(x, w, 1.0)  # the launcher sees to the device
+    assert len(runs) == 3
+
+
+def test_a_key_keeps_few_guards() -> None:
+    known = replay.Guarded()
+    tensors = [torch.randn(n + 1) for n in range(replay.Guarded.ADDED + 1)]
+
+    def add(n: int, *others: torch.Tensor) -> None:
+        known.add("near", (tensors[n], None, *others), lambda check: (check, n))
+
+    for n in range(replay.Guarded.ADDED):
+        add(n)
+    kept = known.found["near"]
+    assert [n for _, n in kept] == [replay.Guarded.ADDED - 1 - n for n in range(replay.Guarded.MOST)]
+    assert [check(tensors[n]) for check, n in kept] == [True] * replay.Guarded.MOST
+    assert not kept[0][0](tensors[0])
+    add(0, tensors[0])  # would never pass
+    assert known.found["near"] == kept
+    add(-1)  # kinds without end: a look at guards would be in vain
+    assert not known.found
 
 
 def test_calls_left_to_pytorch_are_remembered_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from ridgeline.cuda import (
     parameters,
 )
 from ridgeline.op import OWN, RidgelineError, dense_only, dtensor
-from ridgeline.replay import Plans, Start, recorder
+from ridgeline.replay import Plans, Start, inner, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -84,6 +84,7 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         torch.library.register_fake(f"ridgeline::{name}", fake, lib=LIBRARY)
         flops.register(name)
         registered = getattr(torch.ops.ridgeline, name).default
+        inner[registered] = launcher
         names = {
             "registered": registered,
             "through": _through(registered, name.rpartition("_")[0]),
@@ -104,6 +105,15 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         return plans.front(count, interceptions(leading), names, failed)
 
     return register
+
+
+def repeated(launcher: Callable[..., Any], leading: int, count: int) -> Callable[..., Any]:
+    """Returns a function of a launcher's `count` arguments, of which the first `leading` are tensors, that repeats its
+    work by kind of call. It is for launchers of other libraries, whose callers hand calls to torch that it intercepts.
+    """
+    seen = "seen = observers or devices.stand_in is not None or tuning.current_listener is not None"
+    names = {"observers": _observers, "devices": devices}
+    return Plans(launcher, leading).front(count, ([seen], ["if seen: return launcher({args})"]), names)
 
 
 def _through(registered: Any, op: str) -> Callable[..., Any]:
@@ -139,6 +149,12 @@ def differentiate(function: Any, *args: Any) -> Any:
             "Ridgeline's kernels cannot be differentiated inside torch.func's transforms; use impl='torch' or 'naive'"
         )
     return function.quick_apply(*args)
+
+
+def written(*tensors: torch.Tensor | None) -> None:
+    """Tells autograd that a kernel wrote to tensors: what saved them earlier then raises in backward."""
+    if not torch.compiler.is_compiling():
+        torch._C._increment_version([t for t in tensors if t is not None])  # as autograd.graph.increment_version
 
 
 def _no_tangents(*args: Any) -> None:

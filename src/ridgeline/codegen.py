@@ -2,11 +2,21 @@
 
 `looked` remembers what a public function found in its arguments (`select.by_kind`), `call` is the front of a registered
 op (`boundary.kernel_op`), and `plan` repeats a launcher (`replay.Recorder`). Arguments are t0, t1, ... for tensors and
-a0, a1, ... for the rest. For an op of one tensor and one number whose launcher allocates its result and starts one
-kernel, they are:
+a0, a1, ... for the rest. A call whose tensors pass the guard of an earlier one (`replay.Guarded`) goes no further than
+the loop; others are told apart by a key of all facts. For an op of one tensor and one number whose launcher allocates
+its result and starts one kernel, the functions are:
 
     def looked(t0, a0):
-        if compiling() or type(t0) not in own: return look(t0, a0)
+        if compiling(): return look(t0, a0)
+        try:
+            near = t0.shape, a0, (type(a0), *map(type, a0)) if isinstance(a0, tuple) else type(a0), autocast()
+            some = quick(near, none)
+        except (AttributeError, RuntimeError, TypeError):
+            some = none
+        if devices.stand_in is None:
+            for fits, check, found in some:
+                if fits(check, t0): return found
+        if type(t0) not in own: return look(t0, a0)
         if not t0.is_cuda or devices.stand_in is not None: return look(t0, a0)
         try:
             key = (
@@ -17,27 +27,39 @@ kernel, they are:
             found = get(key)
         except (RuntimeError, TypeError):
             return look(t0, a0)
-        return found or learn(key, t0, a0)
+        if found is None: return learn(key, t0, a0)
+        return remember(near, found, t0)
 
     def call(t0, a0):
+        seen = False
+        near = t0.shape, tuning.version, a0
+        if not seen:
+            for plan, check in quick(near, none):
+                m = plan(check, t0)
+                if m is not missed: return m
         i = t0.get_device()
         if i < 0 or i != current(): return launcher(t0, a0)
-        p0 = t0.data_ptr(); k0 = t0.shape, t0.stride(), t0.dtype, p0 & 15, t0.get_device()
+        k0 = t0.shape, t0.stride(), t0.dtype, t0.data_ptr() & 15, t0.get_device()
         key = k0, tuning.version, a0
         plan = found(key)
         if plan is None: return learn(key, t0, a0)
-        return plan(i, t0, p0)
+        remember(near, plan, t0)
+        return plan(always, t0)
 
-    def plan(i, t0, p0):
-        m0 = empty(n4, n5, n6); p1 = m0.data_ptr()
-        s = stream(i)
-        n8(4, 1, 1, s, (p1, p0, n7,))
+    def plan(check, t0):
+        if not check(t0): return missed
+        p0 = t0.data_ptr()
+        if current() != 0 or p0 & 15: return missed
+        m0 = empty(n6, n7, n8); p1 = m0.data_ptr()
+        s = stream(0)
+        n10(4, 1, 1, s, (p1, p0, n9,))
         return m0
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -96,96 +118,152 @@ def _told_apart(a: str, annotation: str) -> str:
 
 
 def looked(
-    leading: int, optional: int, others: Sequence[str], strides: bool, names: dict[str, Any]
+    leading: int, optional: int, others: Sequence[str], strides: bool, gradients: bool, names: dict[str, Any]
 ) -> Callable[..., Any]:
     """Returns the function that looks a call's kind up before its arguments are examined.
 
     optional: how many of the `leading` tensors, the last ones, may be None. others: the annotations of the other
-    arguments, or "". strides: whether the tensors' are part of the kind.
-    names: look, learn, get, own, devices, compiling and autocast."""
+    arguments, or "". strides: whether the tensors' are part of the kind. gradients: whether it is part of it, too,
+    if gradients are on and which tensors require them.
+    names: look, learn, get, quick, remember, own, devices, compiling, autocast and enabled."""
     tensors, rest = [f"t{n}" for n in range(leading)], [f"a{n}" for n in range(len(others))]
     args, required = ", ".join([*tensors, *rest]), leading - optional
     facts = "{t}.shape, {t}.dtype, {t}.layout, {t}.get_device()" + (", {t}.stride()" if strides else "")
+    facts += ", {t}.requires_grad" if gradients else ""
     seen = [facts.format(t=t) for t in tensors[:required]]
     seen += [f"None if {t} is None else ({facts.format(t=t)})" for t in tensors[required:]]
-    seen += [_told_apart(a, annotation) for a, annotation in zip(rest, others, strict=True)]
+    told = [
+        *[_told_apart(a, annotation) for a, annotation in zip(rest, others, strict=True)],
+        "autocast()",
+    ]  # the GPU's
+    told += ["enabled()"] if gradients else []
     odd = [f"type({t}) not in own" for t in tensors[:required]]
     odd += [f"({t} is not None and type({t}) not in own)" for t in tensors[required:]]
     lines = [
-        f"if compiling() or {' or '.join(odd)}: return look({args})",
+        f"if compiling(): return look({args})",
+        "try:",
+        f"    near = t0.shape, {', '.join(told)}",
+        "    some = quick(near, none)",
+        "except (AttributeError, RuntimeError, TypeError):",  # nested tensors have no shape, lists no hash
+        "    some = none",
+        "if devices.stand_in is None:",
+        "    for fits, check, found in some:",
+        f"        if fits(check, {', '.join(tensors)}): return found",
+        f"if {' or '.join(odd)}: return look({args})",
         f"if not t0.is_cuda or devices.stand_in is not None: return look({args})",
         "try:",
         "    key = (",
-        *(f"        {part}," for part in [*seen, "autocast()"]),  # the GPU's
+        *(f"        {part}," for part in [*seen, *told]),
         "    )",
         "    found = get(key)",
-        "except (RuntimeError, TypeError):",  # nested tensors have no shape, lists no hash
+        "except (RuntimeError, TypeError):",
         f"    return look({args})",
-        f"return found or learn(key, {args})",
+        f"if found is None: return learn(key, {args})",
+        f"return remember(near, found, {', '.join(tensors)})",
     ]
-    return function("looked", [*tensors, *rest], lines, names)
+    return function("looked", [*tensors, *rest], lines, names | {"none": ()})
 
 
-def interceptions(leading: int) -> list[str]:
-    """Returns the first lines of a registered op's front: what hands a call to torch's dispatcher, or to the launcher.
+@cache
+def fitting(there: tuple[bool, ...]) -> Callable[..., Any]:
+    """Returns a function of a guard's check and tensors: whether those that are `there` pass it, and no others are."""
+    tensors = [f"t{n}" for n in range(len(there))]
+    return function("fits", ["check", *tensors], [f"return {_fits(there)}"], {})
 
+
+def _fits(there: Sequence[bool]) -> str:
+    missing = [f"t{n} is None and " for n, given in enumerate(there) if not given]
+    return f"{''.join(missing)}check({', '.join(f't{n}' for n, given in enumerate(there) if given)})"
+
+
+def interceptions(leading: int) -> tuple[list[str], list[str]]:
+    """Returns lines of a registered op's front: what hands a call to torch's dispatcher, or to the launcher.
+
+    The first ones come before all else, the others before a kind is looked up by all its facts.
     Their globals: compiling, registered, forward, no_tangents, own, modes, transforms, through, observers, devices and
     tuning."""
     # Something traces, intercepts or transforms torch's operations, or the dispatcher must resolve a lazy negation or
     # conjugation.
     odd = "(t{n} is not None and (type(t{n}) not in own or t{n}.is_meta or t{n}.is_neg() or t{n}.is_conj()))"
-    watched = ["modes()", "transforms()", *(odd.replace("{n}", str(n)) for n in range(leading))]
-    return [
+    watched = [odd.replace("{n}", str(n)) for n in range(leading)]
+    first = [
         "if compiling(): return registered({args})",
         "if forward._current_level >= 0: no_tangents({args})",
-        f"if {' or '.join(watched)}: return through({{args}})",
-        "if observers or devices.stand_in is not None or tuning.current_listener is not None: return launcher({args})",
+        "if modes() or transforms(): return through({args})",
+        "seen = observers or devices.stand_in is not None or tuning.current_listener is not None",
     ]
+    return first, [f"if {' or '.join(watched)}: return through({{args}})", "if seen: return launcher({args})"]
 
 
 def front(
     leading: int,
     count: int,
     loose: Sequence[str],
-    before: Sequence[str],
+    before: tuple[Sequence[str], Sequence[str]],
     failed: str | None,
     names: dict[str, Any],
 ) -> Callable[..., Any]:
     """Returns the function of an op's `count` arguments that repeats a plan or runs the launcher.
 
-    loose: the arguments that are not part of the kind. before: lines to run first, which may return.
+    loose: the arguments that are not part of the kind. before: lines to run first, and lines to run unless a guard
+    knows the call; they may return. The first ones set `seen` if the launcher must run.
     failed: a line to run if anything after the first line raises a RuntimeError, before that is raised again.
-    names: launcher, learn, found, tuning, current and what `before` and `failed` use."""
+    names: launcher, learn, found, quick, remember, tuning, current and what `before` and `failed` use."""
     tensors = [f"t{n}" for n in range(leading)]
     args = [*tensors, *(f"a{n}" for n in range(count - leading))]
-    whole = ", ".join(args)
-    lines = [line.format(args=whole) for line in before]
+    whole, kept = ", ".join(args), [a for a in args[leading:] if a not in loose]
+    given, facts = ", ".join([*tensors, *loose]), ["tuning.version", *kept]
+    lines = [line.format(args=whole) for line in before[0] or ["seen = False"]]
+    lines += [
+        f"near = t0.shape, {', '.join(facts)}",
+        "if not seen:",
+        "    for plan, check in quick(near, none):",
+        f"        m = plan(check, {given})",
+        "        if m is not missed: return m",
+    ]
+    lines += [line.format(args=whole) for line in before[1]]
     lines += ["i = t0.get_device()", f"if i < 0 or i != current(): return launcher({whole})"]
     for n, t in enumerate(tensors):
-        kind = f"p{n} = {t}.data_ptr(); k{n} = {t}.shape, {t}.stride(), {t}.dtype, p{n} & 15, {t}.get_device()"
-        lines += [f"if {t} is None: p{n} = 0; k{n} = None", f"else: {kind}"] if n else [kind]
-    kept = [a for a in args[leading:] if a not in loose]
-    given = ["i", *tensors, *(f"p{n}" for n in range(leading)), *loose]
+        kind = f"k{n} = {t}.shape, {t}.stride(), {t}.dtype, {t}.data_ptr() & 15, {t}.get_device()"
+        lines += [f"k{n} = None if {t} is None else ({kind[5:]})" if n else kind]
     lines += [
-        f"key = {', '.join([f'k{n}' for n in range(leading)] + ['tuning.version', *kept])}",
+        f"key = {', '.join([f'k{n}' for n in range(leading)] + facts)}",
         "plan = found(key)",
         f"if plan is None: return learn(key, {whole})",
-        f"return plan({', '.join(given)})",
+        f"remember(near, plan, {', '.join(tensors)})",
+        f"return plan(always, {given})",
     ]
     if failed is not None:
         last = failed.format(tensors=", ".join(tensors))
         lines[1:] = ["try:", *["    " + line for line in lines[1:]], "except RuntimeError:", "    " + last, "    raise"]
-    return function("call", args, lines, names)
+    return function("call", args, lines, names | {"none": (), "missed": MISSED, "always": always})
+
+
+MISSED = object()  # what a plan returns for a call that is not of its kind
+
+
+def always(*_: Any) -> bool:
+    """The check of a plan for a call that is known to be of its kind."""
+    return True
 
 
 class PlanWriter:
     """Writes the function that repeats recorded steps.
 
-    given: how many of the known tensors are arguments. kinds: shape, stride and dtype of each allocation after them.
-    names: empty, stream, encoded and view."""
+    given: for each of the known tensors that are arguments, its address modulo 16, or None if it is not there.
+    index: of the GPU. kinds: shape, stride and dtype of each allocation after them.
+    names: current, empty, stream, encoded and view."""
 
-    def __init__(self, given: int, kinds: Sequence[tuple[Any, ...]], loose: Sequence[str], names: dict[str, Any]):
-        self.given, self.kinds, self.loose, self.names = given, kinds, loose, names
+    def __init__(
+        self,
+        given: Sequence[int | None],
+        index: int,
+        kinds: Sequence[tuple[Any, ...]],
+        loose: Sequence[str],
+        names: dict[str, Any],
+    ):
+        self.aligned, self.given, self.index, self.kinds, self.loose = given, len(given), index, kinds, loose
+        self.names = names | {"missed": MISSED}
         self.views: dict[Seen, str] = {}
         self.lines: list[str] = []
 
@@ -193,12 +271,19 @@ class PlanWriter:
         """results: the numbers of the allocations that the launcher returned. several: whether as a tuple."""
         seen = [s for step in steps for s in (*step.sources, *step.named.values()) if isinstance(s, tuple)]
         used = {s[0] - self.given for s in seen} | set(results)  # not empty tensors
-        self.lines = [
+        there = [at is not None for at in self.aligned]
+        self.lines = [f"if not {_fits(there) if all(there) else f'({_fits(there)})'}: return missed"]
+        self.lines += [f"p{n} = t{n}.data_ptr()" for n, at in enumerate(self.aligned) if at is not None]
+        odd = [f"p{n} & 15 != {at}" for n, at in enumerate(self.aligned) if at]
+        even = [f"p{n}" for n, at in enumerate(self.aligned) if at == 0]
+        odd += [f"({' | '.join(even)}) & 15" if len(even) > 1 else f"{even[0]} & 15"] if even else []
+        self.lines += [f"if current() != {self.index} or {' or '.join(odd)}: return missed"]
+        self.lines += [
             f"m{n} = empty({', '.join(map(self.name, kind))}); p{self.given + n} = m{n}.data_ptr()"
             for n, kind in enumerate(self.kinds)
             if n in used
         ]
-        self.lines += ["s = stream(i)"] if any(step.grid for step in steps) else []
+        self.lines += [f"s = stream({self.index})"] if any(step.grid for step in steps) else []
         for step in steps:
             if step.grid:
                 taken = f"{', '.join(map(str, step.grid))}, s, ({', '.join(map(self.parameter, step.sources))},)"
@@ -208,8 +293,8 @@ class PlanWriter:
             self.lines.append(f"{self.name(step.function)}({taken})")
         returned = ", ".join(f"m{n}" for n in results)
         self.lines.append(f"return ({returned},)" if several else f"return {returned}")
-        pointers = [f"{kind}{n}" for kind in "tp" for n in range(self.given)]
-        return function("plan", ["i", *pointers, *self.loose], self.lines, self.names)
+        tensors = [f"t{n}" for n in range(self.given)]
+        return function("plan", ["check", *tensors, *self.loose], self.lines, self.names)
 
     def name(self, value: Any) -> str:
         """Returns a new global's name for a value."""

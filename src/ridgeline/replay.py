@@ -7,8 +7,9 @@ pointers into arguments and allocations, or as tensor maps of them. For later ca
 repeat this, in about a third of the host's time.
 
 Some torch operations are recorded too, on views of the arguments and allocations: products and sums into a tensor given
-as `out`, copies into a tensor, and filling one with a number. A launcher that does anything else (another torch
-operation, a copy of a strided input, Triton's own launcher) is not recorded and runs each time.
+as `out`, copies into a tensor, and filling one with a number; and what other registered ops of ours do. A launcher that
+does anything else (another torch operation, a copy of a strided input, Triton's own launcher) is not recorded and runs
+each time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import tuning
 from ridgeline.codegen import Loose, PlanWriter, Seen, Step, front
-from ridgeline.cuda import Arranged, TensorMap, encoded
+from ridgeline.cuda import Arranged, Starter, TensorMap, encoded
 
 Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, kernel parameters
 
@@ -48,8 +49,12 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster 
 }
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
+_Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 KINDS = 4096  # kinds of calls that an op remembers
 _STEPS = 1000  # most steps of a plan, which keeps some 6 KiB for each
+
+
+inner: dict[Any, Callable[..., Any]] = {}  # launchers by registered op: another launcher may call the op
 
 
 class _Local(threading.local):
@@ -71,6 +76,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.known: list[torch.Tensor | None] = list(tensors)  # arguments, then allocations
         self.given, self.loose = len(tensors), loose
+        self.aligned = [None if t is None else t.data_ptr() & 15 for t in tensors]
         self.steps: list[Step] = []
         places = [(t.data_ptr(), t.untyped_storage().data_ptr()) for t in tensors if t is not None and t.numel()]
         pointers, stored = [p for p, _ in places], [s for _, s in places]
@@ -78,6 +84,9 @@ class Recorder(TorchDispatchMode):
         self.shared = {s for s in stored if stored.count(s) > 1}  # such as q, k and v of one packed tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in inner and not self.loose and not kwargs:  # a loose number would come out as a plain one
+            with self:
+                return inner[function](*args)
         result = function(*args, **(kwargs or {}))
         self.repeatable &= len(self.steps) <= _STEPS
         if not self.repeatable:
@@ -116,7 +125,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(start, Arranged):
             sources = [sources[n] if view is None else (*sources[n], view(values[n])) for n, view in start.takes]
             start = start.starter
-        self.steps.append(Step(start, grid, sources, {}))
+        begin = start.__call__ if isinstance(start, Starter) else start  # Python calls a method sooner than an object
+        self.steps.append(Step(begin, grid, sources, {}))
 
     def source(self, arg: Any, value: Any) -> Any:
         """Returns the parameter itself or, for a tensor or tensor map, (number of a known tensor, offset in bytes)."""
@@ -144,8 +154,8 @@ class Recorder(TorchDispatchMode):
                 return number
         return None
 
-    def plan(self, result: Any) -> Callable[..., Any] | None:
-        """Returns a function of the tensors and pointers that repeats the steps, or None if one cannot be repeated."""
+    def plan(self, result: Any, index: int) -> Callable[..., Any] | None:
+        """Returns a function that repeats the steps on a GPU, or None if one cannot be repeated."""
         made = [t for t in self.known[self.given :] if t is not None]
         kinds = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         returned = result if isinstance(result, tuple | list) else [] if result is None else [result]
@@ -155,9 +165,53 @@ class Recorder(TorchDispatchMode):
             return None
         if set(self.loose) != {v.name for step in self.steps for v in step.sources if type(v) is Loose}:
             return None  # a kernel took a value computed from it
-        names = {"empty": _empty, "stream": torch._C._cuda_getCurrentRawStream, "encoded": encoded, "view": _view}
-        writer = PlanWriter(self.given, kinds, self.loose, names)
+        names = {
+            "empty": _empty,
+            "stream": torch._C._cuda_getCurrentRawStream,
+            "current": torch._C._cuda_getDevice,
+            "encoded": encoded,
+            "view": _view,
+        }
+        writer = PlanWriter(self.aligned, index, kinds, self.loose, names)
         return writer.plan(self.steps, [places.index(w) for w in wanted], isinstance(result, tuple | list))
+
+
+class Guarded:
+    """What is known of calls, behind guards: torch compares all the facts of a call's tensors with those of an earlier
+    call's in one step, much faster than a key of them is made, hashed and compared.
+
+    found: by the first tensor's shape and the other arguments, an entry for each guard. The facts are the tensors'
+    types, shapes, strides, dtypes, devices, dispatch keys (layouts, negations, transforms) and whether they require
+    gradients. A call in which two arguments are one tensor passes no guard."""
+
+    MOST, ADDED = 4, 64  # entries of a key, and how many a key ever gets: calls of so many kinds are better off without
+
+    def __init__(self) -> None:
+        self.found: dict[Any, tuple[Any, ...]] = {}
+        self.added: dict[Any, int] = {}
+
+    def add(
+        self, near: Any, tensors: Sequence[torch.Tensor | None], entry: Callable[[Callable[..., bool]], Any]
+    ) -> None:  # fmt: skip
+        """Adds entry(a guard's check) for calls whose tensors are like these; it replaces the oldest of many."""
+        there = [t for t in tensors if t is not None]
+        if _Guards is None or len({id(t) for t in there}) < len(there):
+            return
+        if len(self.added) >= KINDS:
+            self.clear()
+        added = self.added[near] = self.added.get(near, 0) + 1
+        if added > self.ADDED:
+            self.found.pop(near, None)
+            return
+        try:
+            guard = _Guards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        except (RuntimeError, TypeError):  # tensors without strides
+            return
+        self.found[near] = (entry(guard.check), *self.found.get(near, ())[: self.MOST - 1])
+
+    def clear(self) -> None:
+        self.found.clear()
+        self.added.clear()
 
 
 class Plans:
@@ -171,23 +225,34 @@ class Plans:
         self.loose = {n: f"a{n - leading}" for n in loose}
         self.found: dict[Any, Callable[..., Any]] = {}
         self.seen: dict[Any, int] = {}
+        self.guarded = Guarded()
 
     def front(
-        self, count: int, before: Sequence[str] = (), names: dict[str, Any] | None = None, failed: str | None = None
+        self,
+        count: int,
+        before: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        names: dict[str, Any] | None = None,
+        failed: str | None = None,
     ) -> Callable[..., Any]:
         """Returns a function of the launcher's arguments (t0, t1, ..., a0, a1, ...) that calls it or repeats its work.
 
-        before: lines to run first, which may return. names: the globals that they use.
+        before: as `codegen.front` has it. names: the globals that these lines use.
         failed: a line to run if anything after the first line raises a RuntimeError, before that is raised again."""
         known = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning}
+        known |= {"quick": self.guarded.found.get, "remember": self.remember}
         known["current"] = getattr(torch._C, "_cuda_getDevice", None)  # absent in builds without CUDA
         return front(self.leading, count, list(self.loose.values()), before, failed, known | (names or {}))
+
+    def remember(self, near: Any, plan: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
+        """Lets calls like this one find their plan by a guard."""
+        self.guarded.add(near, tensors, lambda check: (plan, check))
 
     def learn(self, key: Any, *args: Any) -> Any:
         """Runs the first call of a kind and records the second; if two recordings fail, all later calls run."""
         if len(self.seen) >= KINDS:
             self.seen.clear()
             self.found.clear()
+            self.guarded.clear()
         seen = self.seen[key] = self.seen.get(key, 0) + 1
         if not 2 <= seen <= 3:
             return self.launcher(*args)
@@ -198,7 +263,7 @@ class Plans:
                 result = self.launcher(*args)
         finally:
             _local.recorder = None
-        plan = watch.plan(result)
+        plan = watch.plan(result, args[0].get_device())
         if plan is not None:
             self.found[key] = plan
         return result

@@ -14,7 +14,7 @@ from ridgeline import codegen, cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
 from ridgeline.op import CHECK, LOADED, OWN, Implementation, Op, RidgelineError, dense_only
-from ridgeline.replay import KINDS
+from ridgeline.replay import KINDS, Guarded
 
 
 @cache
@@ -186,6 +186,7 @@ def by_kind(
     optional: int = 0,
     others: Sequence[str] | None = None,
     strides: bool = False,
+    gradients: bool = False,
     plain: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator for a function that examines an op's arguments: it caches the findings by kind of call.
@@ -193,29 +194,39 @@ def by_kind(
     The first `leading` arguments are tensors; the last `optional` of these may be None. The function returns a tuple
     that starts with the result of `eager`, or raises. Its result is cached if kernels serve the call on a GPU. The key
     is the tensors' shapes, dtypes, layouts and devices, with `strides` those too, the other arguments' values and
-    types, and whether autocast is on. The function may use nothing else: it checks values only if they are `readable`.
+    types, and whether autocast is on. With `gradients` it is also whether gradients are on and which tensors require
+    them. The function may use nothing else: it checks values only if they are `readable`.
     others: the annotations of the other arguments, if the function takes any number. The function raises for an
     argument that its annotation does not allow.
     plain: also cache calls on a GPU that plain PyTorch serves; its rungs' `supports` may then use the same facts alone.
     """
 
-    def remember(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    def decorate(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         if CHECK:
             return look
         known: dict[Any, tuple[Any, ...]] = {}
+        guarded = Guarded()
+
+        def remember(near: Any, found: tuple[Any, ...], *tensors: torch.Tensor | None) -> tuple[Any, ...]:
+            fits = codegen.fitting(tuple([t is not None for t in tensors]))
+            guarded.add(near, tensors, lambda check: (fits, check, found))
+            return found
 
         def learn(key: Any, *args: Any) -> tuple[Any, ...]:
             found = look(*args)
             if found[0] is None or plain:
                 if len(known) >= KINDS:
                     known.clear()
+                    guarded.clear()
                 known[key] = found
             return found
 
         names: dict[str, Any] = {"look": look, "learn": learn, "get": known.get, "own": OWN, "devices": devices}
+        names |= {"quick": guarded.found.get, "remember": remember}
         names |= {"compiling": torch.compiler.is_compiling, "autocast": torch.is_autocast_enabled}
+        names |= {"enabled": torch.is_grad_enabled}
         rest = [*signature(look).parameters.values()][leading:] if others is None else ()
         annotations = others or ["" if p.annotation is p.empty else str(p.annotation) for p in rest]
-        return codegen.looked(leading, optional, annotations, strides, names)
+        return codegen.looked(leading, optional, annotations, strides, gradients, names)
 
-    return remember
+    return decorate

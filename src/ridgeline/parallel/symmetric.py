@@ -12,6 +12,7 @@ Source: the custom all-reduce of NVIDIA's TensorRT-LLM, 2023, which has both way
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from ridgeline.boundary import launch
+from ridgeline.boundary import launch, repeated
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import groups, rooms
 from ridgeline.parallel.rooms import BLOCKS, Room
@@ -121,16 +122,10 @@ def _launched(shots: int, x: torch.Tensor, *room: Any) -> torch.Tensor:
     return out
 
 
-def _one_shot(x: torch.Tensor, *room: Any) -> torch.Tensor:
-    return _launched(1, x, *room)
-
-
-def _two_shot(x: torch.Tensor, *room: Any) -> torch.Tensor:
-    return _launched(2, x, *room)
-
-
-for _name, _run in (("one_shot", _one_shot), ("two_shot", _two_shot)):
-    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+_SUMS = {}  # by shots
+for _shots, _name in ((1, "one_shot"), (2, "two_shot")):
+    _SUMS[_shots] = repeated(partial(_launched, _shots), 4, 6)
+    LIBRARY.impl(_name, partial(_launched, _shots), "CompositeExplicitAutograd")
     torch.library.register_fake(f"ridgeline_parallel::{_name}", lambda x, *_: torch.empty_like(x), lib=LIBRARY)
 
 
@@ -141,9 +136,11 @@ def refuses(device: torch.device, group: Any = None) -> str | None:
 
 def summed_in(room: Room, x: torch.Tensor, shots: int) -> torch.Tensor:
     """Returns the sum over the ranks of a room."""
-    run = _one_shot if shots == 1 else _two_shot
+    run: Any = _SUMS[shots]
     if torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling():
         run = torch.ops.ridgeline_parallel.one_shot if shots == 1 else torch.ops.ridgeline_parallel.two_shot
+    if x.is_contiguous() and 0 < x.numel() * x.element_size() <= HALF:
+        return run(x, *room[:5])
     parts = x.contiguous().view(-1).split(HALF // x.element_size())
     sums = [run(part, *room[:5]) for part in parts if part.numel()]
     return (sums[0] if len(sums) == 1 else torch.cat([x.new_empty(0), *sums])).view(x.shape)
@@ -167,10 +164,11 @@ def all_reduce(x: torch.Tensor, group: Any = None, *, shots: int | None = None) 
         raise RidgelineError("all_reduce: no gradient flows through symmetric memory; give x.detach()")
     if shots not in (None, 1, 2):
         raise RidgelineError(f"all_reduce: shots must be 1, 2 or None, but is {shots!r}")
-    if groups.size(group) == 1:
+    world = groups.size(group)
+    if world == 1:
         return x.clone(memory_format=torch.contiguous_format)
     shared = rooms.room(x.device, group, USE, 2 * HALF)
-    return summed_in(shared, x, shots or shots_for(x.nbytes, groups.size(group)))
+    return summed_in(shared, x, shots or shots_for(x.nbytes, world))
 
 
 def one_shot_all_reduce(x: torch.Tensor, group: Any = None) -> torch.Tensor:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, Spec, nbytes
+from ridgeline.boundary import kernel_op, written
+from ridgeline.op import Case, Cost, Implementation, Op, Spec, nbytes
 from ridgeline.ops.decode import _split_keys
 from ridgeline.ops.decode._arguments import check
 from ridgeline.ops.decode._cases import Filled, Scales, Table, benches
 from ridgeline.ops.decode._history import halves, history, query_places, seen_keys, turned
 from ridgeline.ops.decode._steps import five_kernels, two_kernels
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 Maybe = torch.Tensor | None
 
@@ -142,21 +142,37 @@ def decode_attention(
     o 0 and lse -inf, or its sink.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
-    given = {"k": k, "v": v, "block_table": block_table, "cos": cos, "sin": sin, "positions": positions}
-    given |= {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "k_zero": k_zero, "v_zero": v_zero, "tree": tree}
+    made = k_scale, v_scale, k_zero, v_zero
+    others = k, v, block_table, cos, sin, positions, sinks, *made, tree
+    plain, numbers, by_token = _look(q, k_cache, v_cache, lengths, *others, scale, window, softcap, impl)
+    if plain is not None and plain.call is not None:
+        given: dict[str, Any] = dict(zip(OTHERS, others, strict=True))
+        given |= {"interleaved": interleaved, "scale": scale, "window": window, "softcap": softcap}
+        return plain.call(q, k_cache, v_cache, lengths, **given, invariant=invariant, return_lse=return_lse)
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    o, lse = _forward(q, k_cache, v_cache, lengths, *others, *numbers, interleaved, invariant, precision, impl)
+    if k is not None:
+        written(k_cache, v_cache, *(made if by_token else ()))
+    return (o, lse) if return_lse else o
+
+
+OTHERS = "k", "v", "block_table", "cos", "sin", "positions", "sinks", "k_scale", "v_scale", "k_zero", "v_zero", "tree"
+
+
+@by_kind(16, optional=12, strides=True, gradients=True)
+def _look(
+    q: Any, k_cache: Any, v_cache: Any, lengths: Any, k: Any, v: Any, block_table: Any, cos: Any, sin: Any,
+    positions: Any, sinks: Any, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any, tree: Any, scale: float | None,
+    window: int | None, softcap: float | None, impl: str | None,
+) -> tuple[Implementation | None, tuple[float, int, float], bool]:  # fmt: skip
+    """Checks a call and chooses. Returns too scale, window and softcap as the launchers take them, and whether new
+    tokens get scales of their own."""
+    others = k, v, block_table, cos, sin, positions, sinks, k_scale, v_scale, k_zero, v_zero, tree
+    given = dict(zip(OTHERS, others, strict=True))
     check(q, k_cache, v_cache, lengths, given, window, softcap, scale)
     plain = eager(DECODE_ATTENTION, impl, q, **given)
-    if plain is not None and plain.call is not None:
-        options = {"interleaved": interleaved, "scale": scale, "window": window, "softcap": softcap}
-        return plain.call(q, k_cache, v_cache, lengths, **given, **options, invariant=invariant, return_lse=return_lse)
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     numbers = q.shape[-1] ** -0.5 if scale is None else float(scale), -1 if window is None else window, softcap or 0.0
-    o, lse = _forward(q, k_cache, v_cache, lengths, *given.values(), *numbers, interleaved, invariant, precision, impl)
-    if k is not None and not torch.compiler.is_compiling():
-        made = (k_scale, v_scale, k_zero, v_zero)
-        written = [k_cache, v_cache, *(t for t in made if t is not None and t.dim() == 3)]
-        torch.autograd.graph.increment_version(written)
-    return (o, lse) if return_lse else o
+    return plain, numbers, k_scale is not None and k_scale.dim() == 3
 
 
 def cost(

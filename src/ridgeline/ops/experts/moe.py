@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Cost, Op, RidgelineError, get, nbytes
+from ridgeline.op import Cost, Implementation, Op, RidgelineError, get, nbytes
 from ridgeline.ops.experts import _checks, _experts, _plain
 from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.ops.experts._cases import CASES
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 from ridgeline.tiles.few_bits import words
 
 _T = torch.Tensor
@@ -159,13 +159,21 @@ def moe(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, gate_up, down, gate_up_bias, down_bias = cast(x, gate_up, down, gate_up_bias, down_bias)
-    _checks.moe(x, weights, indices, gate_up, down, gate_up_bias, down_bias, activation, limit, scales, zeros)
+    tensors = x, weights, indices, gate_up, down, gate_up_bias, down_bias
+    pairs = _pair(scales) + _pair(zeros)
+    if len(pairs) != 4:
+        _checks.moe(*tensors, activation, limit, scales, zeros)  # raises
+    plain, settled = _look(*tensors, *pairs, activation, limit, impl)
+    if settled:
+        how = activation, None if limit is None else float(limit), bool(interleaved)
+        if scales is not None:
+            return _few_op(*tensors, *pairs, *how, precision(), impl)
+        return _fwd_op(*tensors, *how, False, precision(), impl)[0]
     shape = x.shape
     x, weights, indices = (t.reshape(-1, t.shape[-1]) for t in (x, weights, indices))
     if scales is not None:
         given = gate_up, down, gate_up_bias, down_bias, scales, zeros, activation, limit, bool(interleaved)
-        return _few(x, weights, indices, *given, impl).view(shape)
-    plain = eager(MOE, impl, x, gate_up, down, gate_up_bias, down_bias)
+        return _few(plain, x, weights, indices, *given, impl).view(shape)
     if plain is not None and plain.call is not None:
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
         options = {"activation": activation, "limit": limit, "interleaved": interleaved}
@@ -177,20 +185,47 @@ def moe(
     return differentiate(_Function, *floats, indices.contiguous(), *options, keep, impl).view(shape)
 
 
-def _few(
-    x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, gate_up_bias: _Maybe, down_bias: _Maybe, scales: Any,
-    zeros: Any, activation: str, limit: float | None, interleaved: bool, impl: str | None
-) -> _T:  # fmt: skip
-    """`moe` with experts of few bits, for x (T, H). Raises RidgelineError if gradients are wanted."""
-    biases = gate_up_bias, down_bias
-    given = [x, weights, *[b for b in biases if b is not None], *scales]
-    if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
+def _pair(given: Any) -> tuple[Any, ...]:
+    """Two tensors, two Nones for None, or nothing for what is no pair."""
+    if given is None:
+        return None, None
+    whole = isinstance(given, tuple | list) and len(given) == 2 and all([isinstance(t, _T) for t in given])
+    return tuple(given) if whole else ()
+
+
+@by_kind(11, optional=6, strides=True, gradients=True)
+def _look(
+    x: Any, weights: Any, indices: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, gate_up_scale: Any,
+    down_scale: Any, gate_up_zero: Any, down_zero: Any, activation: str, limit: float | None, impl: str | None,
+) -> tuple[Implementation | None, bool]:  # fmt: skip
+    """Checks a call and chooses. Returns too whether no gradient is wanted and kernels take all tensors as they are."""
+    scales = None if gate_up_scale is None else (gate_up_scale, down_scale)
+    zeros = None if gate_up_zero is None else (gate_up_zero, down_zero)
+    given = x, weights, indices, gate_up, down, gate_up_bias, down_bias
+    _checks.moe(*given, activation, limit, scales, zeros)
+    there = [t for t in (*given, *(scales or ())) if t is not None]
+    wanted = torch.is_grad_enabled() and any([t.requires_grad for t in there])
+    if scales is not None and wanted:
         raise RidgelineError("moe: quantised experts have no gradients; call it under torch.no_grad()")
-    plain, reason = eager(MOE, impl, x, *biases), _checks.unfit(gate_up, down, scales, zeros)
+    biases = gate_up_bias, down_bias
+    plain = eager(MOE, impl, x.reshape(-1, x.shape[-1]), *((gate_up, down) if scales is None else ()), *biases)
+    reason = None if scales is None else _checks.unfit(gate_up, down, scales, zeros)
     if plain is None and reason is not None:
         if impl is not None:
             raise RidgelineError(f"moe: impl={impl!r} cannot run this call: {reason}")
         plain = MOE.implementations["torch"]
+    strided = () if scales is not None else (gate_up, down)
+    whole = all([t.is_contiguous() or any([t is s for s in strided]) for t in (*there, *(zeros or ()))])
+    return plain, plain is None and not wanted and whole and x.dim() == 2
+
+
+def _few(
+    plain: Implementation | None, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, gate_up_bias: _Maybe,
+    down_bias: _Maybe, scales: Any, zeros: Any, activation: str, limit: float | None, interleaved: bool,
+    impl: str | None,
+) -> _T:  # fmt: skip
+    """`moe` with experts of few bits, for x (T, H)."""
+    biases = gate_up_bias, down_bias
     if plain is not None and plain.call is not None:
         options: dict[str, Any] = {"activation": activation, "limit": limit, "interleaved": interleaved}
         options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "scales": scales, "zeros": zeros}

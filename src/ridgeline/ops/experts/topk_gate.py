@@ -17,7 +17,7 @@ import torch
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Op, Spec, nbytes
 from ridgeline.ops.experts import _checks, _gate
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
@@ -98,22 +98,26 @@ def topk_gate(
     the tokens of each expert. A row whose scores hold NaN, as softmax's do for +inf, gives NaN and the first experts.
     Raises RidgelineError if arguments do not fit together, or if `impl` cannot run the call.
     """
-    _checks.topk_gate(logits, k, score, bias, groups, top_groups, scale)
+    plain, wanted = _look(logits, bias, k, score, groups, top_groups, scale, impl)
     bias = None if bias is None else bias.detach().contiguous()
-    plain = eager(TOPK_GATE, impl, logits)
     if plain is not None and plain.call is not None:
         given: Any = {"score": score, "bias": bias, "groups": groups, "top_groups": top_groups, "normalize": normalize}
         return plain.call(logits, k, **given, scale=scale)
     options = k, score == "softmax", groups, top_groups, bool(normalize), float(scale), impl
-    return differentiate(_Function, logits, bias, *options)
+    return differentiate(_Function, logits, bias, *options) if wanted else _fwd_op(logits, bias, *options)
+
+
+@by_kind(2, optional=1, gradients=True)
+def _look(x: Any, bias: Any, k: int, score: str, groups: int, top_groups: int, scale: float, impl: str | None) -> Any:
+    _checks.topk_gate(x, k, score, bias, groups, top_groups, scale)
+    return eager(TOPK_GATE, impl, x), torch.is_grad_enabled() and x.requires_grad
 
 
 def cost(logits: _T, k: int, *, bias: _Maybe = None, **_: Any) -> tuple[Cost, Cost]:
     """Five operations for a logit's score, and one for each of the k searches."""
     (T, E), chosen = logits.shape, 12 * logits.shape[0] * k
     read = nbytes(logits) + (0 if bias is None else nbytes(bias))
-    forward = Cost(read, chosen + 4 * E, T * E * (5 + k))
-    return forward, Cost(nbytes(logits) + chosen, nbytes(logits), T * E * (7 + k))
+    return Cost(read, chosen + 4 * E, T * E * (5 + k)), Cost(nbytes(logits) + chosen, nbytes(logits), T * E * (7 + k))
 
 
 def _case(T: int, E: int, k: int, use: str = "check", bias: bool = False, **options: Any) -> Case:

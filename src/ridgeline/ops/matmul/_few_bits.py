@@ -343,11 +343,24 @@ class _Product(Function):
         return None, dx, None, None, None, dy.sum(0) if ctx.needs_input_grad[5] else None, None
 
 
+def settled(x: torch.Tensor, *others: _Maybe) -> bool:
+    """Returns whether a call wants no gradients, and has contiguous tensors and some rows."""
+    given = [t for t in (x, *others) if t is not None]
+    wanted = torch.is_grad_enabled() and any([t.requires_grad for t in given])
+    return not wanted and all([t.is_contiguous() for t in given]) and x.dim() > 1 and x.numel() > 0
+
+
 def call(
     op: str, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, bias: _Maybe, activation: str | None,
-    impl: str | None,
+    impl: str | None, settled: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Calls an op's kernels for x (..., K), with gradients to x and bias if they are wanted."""
+    """Calls an op's kernels for x (..., K), with gradients to x and bias if they are wanted.
+
+    settled: that no gradient is wanted, and that all tensors are contiguous."""
+    if settled:
+        rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+        y = FORWARD[op](rows, q, scale, zero, bias, activation or "", impl)
+        return y if rows is x else y.view(*x.shape[:-1], q.shape[0])
     rows = rows_of(x).contiguous()
     zero, bias = (None if t is None else t.contiguous() for t in (zero, bias))
     weight = q.contiguous(), scale.detach().contiguous(), zero, bias

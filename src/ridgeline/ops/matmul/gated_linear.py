@@ -127,7 +127,7 @@ def _with_products(
     return y.view(shape), z.view(shape), z_up.view(shape)
 
 
-@by_kind(3)
+@by_kind(3, plain=True)
 def _look(x: _T, gate: _T, up: _T, activation: str, impl: str | None) -> tuple[Implementation | None]:
     agree("gated_linear", x=x, gate=gate, up=up)
     if not isinstance(activation, str) or activation not in ACTIVATIONS or not activation:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from ridgeline.op import Case, Op, Spec
+from ridgeline.op import Case, Implementation, Op, Spec
 from ridgeline.ops.matmul import _few_bits, _int4_cuda
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
+from ridgeline.select import by_kind
 
 _Maybe = torch.Tensor | None
 
@@ -63,13 +64,21 @@ def int4_linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, bias = _few_bits.cast(x, bias)
+    plain, settled = _look(x, q, scale, zero, g_idx, bias, activation, impl)
+    if plain is not None and plain.call is not None:
+        return plain.call(x, q, scale, zero, g_idx=g_idx, bias=bias, activation=activation)
+    return _few_bits.call("int4_linear", x, q, scale, zero, bias, activation, impl, settled)
+
+
+@by_kind(6, optional=3, strides=True, gradients=True)
+def _look(
+    x: Any, q: Any, scale: Any, zero: Any, g_idx: Any, bias: Any, activation: str | None, impl: str | None
+) -> tuple[Implementation | None, bool]:
+    """Checks a call and chooses. Returns too whether it is `settled`."""
     _few_bits.check("int4_linear", x, q, scale, bias, activation, torch.uint8, zero=zero, g_idx=g_idx)
     _few_bits.check_groups("int4_linear", q, scale, zero, g_idx)
     reason = "it takes groups in order, without g_idx" if g_idx is not None else _few_bits.unfit(x, q, scale)
-    plain = _few_bits.plain_rung(INT4_LINEAR, impl, x, reason)
-    if plain is not None and plain.call is not None:
-        return plain.call(x, q, scale, zero, g_idx=g_idx, bias=bias, activation=activation)
-    return _few_bits.call("int4_linear", x, q, scale, zero, bias, activation, impl)
+    return _few_bits.plain_rung(INT4_LINEAR, impl, x, reason), _few_bits.settled(x, q, scale, zero, bias)
 
 
 def _case(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton.language as tl  # noqa: F401 - Triton's interpreter looks it up in a kernel's module
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _linear, _main_grad
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
 from ridgeline.ops.matmul.gemv import sum_of_rows
@@ -31,7 +31,7 @@ from ridgeline.ops.matmul.matmul import (
     product,
     rows_of,
 )
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 _Maybe = torch.Tensor | None
 
@@ -140,22 +140,30 @@ def linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     given = x, weight, bias, residual = in_autocast(x, weight, bias, residual)
-    _check(x, weight, bias, activation, residual)
+    (plain,) = _look(*given, activation, impl)
     if main_grad is not None:
         _main_grad.check(main_grad, weight)
         if torch.is_grad_enabled() and weight.requires_grad:
             z = linear(x, weight.detach(), bias, impl=impl)
             z = ACTIVATIONS[activation or ""](differentiate(_main_grad.Tap, z, weight, x, main_grad, impl == "triton"))
             return z if residual is None else z + residual
-    plain = eager(LINEAR, impl, *given, activation=activation)
     if plain is not None:
-        return plain.call(x, weight, bias, activation=activation, residual=residual)  # type: ignore[misc]
+        return plain.call(x, weight, bias, activation=activation, residual=residual)
     keep = activation is not None and torch.is_grad_enabled()
     keep = keep and any([t is not None and t.requires_grad for t in given[:3]])
     flat = None if residual is None else rows_of(residual).contiguous()
     bias = None if bias is None else bias.contiguous()
     y = differentiate(_Function, rows_of(x), weight, bias, flat, activation or "", keep, impl)
     return y.view(*x.shape[:-1], weight.shape[0])
+
+
+@by_kind(4, optional=2, plain=True)
+def _look(
+    x: Any, weight: Any, bias: Any, residual: Any, activation: str | None, impl: str | None
+) -> tuple[Implementation | None]:
+    """Checks a call and chooses."""
+    _check(x, weight, bias, activation, residual)
+    return (eager(LINEAR, impl, x, weight, bias, residual, activation=activation),)
 
 
 def cost(

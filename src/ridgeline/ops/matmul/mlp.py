@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.boundary import differentiate
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _mlp
 from ridgeline.ops.matmul._activated import ACTIVATIONS, known
 from ridgeline.ops.matmul.matmul import agree, in_autocast, rows_of
-from ridgeline.select import eager
+from ridgeline.select import by_kind, eager
 
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
@@ -55,13 +55,21 @@ def mlp(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, w1, w2, b1, b2 = in_autocast(x, w1, w2, b1, b2)
-    _check(x, w1, w2, b1, b2, activation)
-    plain = eager(MLP, impl, x, w1, w2, b1=b1, b2=b2, activation=activation)
+    (plain,) = _look(x, w1, w2, b1, b2, activation, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, w1, w2, b1=b1, b2=b2, activation=activation)
     b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
     y: torch.Tensor = differentiate(_mlp.Layer, rows_of(x), w1, w2, b1, b2, activation, impl)
     return y.view(*x.shape[:-1], w2.shape[0])
+
+
+@by_kind(5, optional=2, plain=True)
+def _look(
+    x: Any, w1: Any, w2: Any, b1: Any, b2: Any, activation: str, impl: str | None
+) -> tuple[Implementation | None]:
+    """Checks a call and chooses."""
+    _check(x, w1, w2, b1, b2, activation)
+    return (eager(MLP, impl, x, w1, w2, b1=b1, b2=b2, activation=activation),)
 
 
 def _refusal(x: _T, w1: _T, w2: _T, *_: Any, **__: Any) -> str | None:

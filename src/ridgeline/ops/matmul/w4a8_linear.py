@@ -17,12 +17,12 @@ import torch
 import ridgeline
 from ridgeline import device
 from ridgeline.boundary import kernel_op
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
 from ridgeline.ops.matmul.matmul import rows_of
-from ridgeline.select import run
+from ridgeline.select import by_kind, run
 
 _Maybe = torch.Tensor | None
 E4M3 = torch.float8_e4m3fn
@@ -87,8 +87,7 @@ def w4a8_linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, if an argument requires a gradient, or if `impl`
     cannot run the call. The kernel needs 8-bit matrix units (NVIDIA, sm_89 or later); elsewhere PyTorch serves.
     """
-    _check(x, q, scale, zero, x_scale, bias, activation, out_dtype)
-    plain = _few_bits.plain_rung(W4A8_LINEAR, impl, x, _unfit(x, q, scale))
+    (plain,) = _look(x, q, scale, zero, x_scale, bias, activation, out_dtype, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, zero, x_scale=x_scale, bias=bias, activation=activation, out_dtype=out_dtype)
     x_scale = None if x_scale is None else x_scale.reshape(-1)
@@ -97,6 +96,16 @@ def w4a8_linear(
     given = rows_of(x.detach()).contiguous(), q.contiguous(), scale.contiguous(), zero, x_scale, bias
     y = _forward(*given, activation or "", dtype, impl)
     return y.view(*x.shape[:-1], q.shape[0])
+
+
+@by_kind(6, optional=3, strides=True, gradients=True)
+def _look(
+    x: Any, q: Any, scale: Any, zero: Any, x_scale: Any, bias: Any, activation: str | None,
+    out_dtype: torch.dtype | None, impl: str | None,
+) -> tuple[Implementation | None]:  # fmt: skip
+    """Checks a call and chooses."""
+    _check(x, q, scale, zero, x_scale, bias, activation, out_dtype)
+    return (_few_bits.plain_rung(W4A8_LINEAR, impl, x, _unfit(x, q, scale)),)
 
 
 def _check(

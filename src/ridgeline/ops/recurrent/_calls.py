@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Cost, Op, nbytes
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, written
+from ridgeline.op import Cost, Implementation, Op, nbytes
 from ridgeline.ops.recurrent import _channel_chunks, _chunks
 from ridgeline.select import eager, run
 
@@ -137,11 +137,10 @@ def one_step(q: torch.Tensor, given: Given) -> bool:
     return given.inplace and given.initial_state is not None and q.shape[1] == 1 and given.cu_seqlens is None
 
 
-def stepped(o: torch.Tensor, state: torch.Tensor, given: Given) -> Any:
+def stepped(o: torch.Tensor, state: Maybe, return_state: bool) -> Any:
     """As `finished`, where a kernel has written over the first state."""
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version((state,))
-    return (o, state) if given.return_state else o
+    written(state)
+    return (o, state) if return_state else o
 
 
 def _gathered(t: Maybe, like: Maybe) -> Maybe:
@@ -168,11 +167,19 @@ def _in_place(name: str, op: Callable[[], Op], tensors: str, options: str, other
     return step
 
 
-def engine(
-    name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = ""
-) -> Callable[..., Any]:
-    """Registers `<name>_fwd` and `<name>_bwd` and returns a function of q, k, v, others, state, cu_seqlens, options,
-    scale, precision and impl that returns o and the final state, both differentiable.
+class Engine(NamedTuple):
+    """The functions of an op's registered torch ops.
+
+    run: of q, k, v, others, state, cu_seqlens, options, scale, precision and impl; o and the final state, both
+        differentiable. step: of q, k, v, others, state, options, scale and impl; o of one token, and the state is
+        replaced in place."""
+
+    run: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+def engine(name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = "") -> Engine:
+    """Registers `<name>_fwd`, `<name>_bwd` and `<name>_step`.
 
     others: tensors or None. narrow: those whose gradients have the dtype of q's. options: more arguments of the ops."""
     registered: dict[str, Op] = {}
@@ -236,35 +243,44 @@ def engine(
             there = [g if t is not None else None for g, t in zip(grads, saved[:count], strict=True)]
             return *there, *(None,) * (1 + len(ctx.facts))
 
-    step = _in_place(name, op, tensors, options, len(others))
-
-    def call(*args: Any, inplace: bool = False) -> Any:
-        if inplace:
-            first = args[count - 1]
-            return step(*args[:count], *args[count + 1 : -2], args[-1]), first
+    def call(*args: Any) -> Any:
         if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in args[:count]]):
             return differentiate(Recurrent, *args)
         return forward(*args)
 
-    return call
+    return Engine(call, _in_place(name, op, tensors, options, len(others)))
 
 
-def served(op: Op, through: Any, impl: str | None, q: Any, k: Any, v: Any, g: Maybe, u: Maybe, given: Given,
-           scale: float) -> Any:  # fmt: skip
+class Found(NamedTuple):
+    """What a look at a call's arguments found. step: whether it is a decoder's step, in place."""
+
+    plain: Implementation | None
+    scale: float
+    step: bool
+
+
+def found(op: Op, impl: str | None, given: Given, q: Any, k: Any, v: Any, usual: float) -> Found:
+    """usual: the scale if none is given."""
+    plain, scale = eager(op, impl, q, k, v), usual if given.scale is None else float(given.scale)
+    return Found(plain, scale, plain is None and one_step(q, given))
+
+
+def served(
+    through: Engine, known: Found, impl: str | None, q: Any, k: Any, v: Any, g: Maybe, u: Maybe, first: Maybe,
+    return_state: bool, ends: Maybe, inplace: bool,
+) -> Any:  # fmt: skip
     """Runs a call by the implementation that serves it."""
-    plain = eager(op, impl, q, k, v)
+    plain, scale, step = known
     if plain is not None:
-        return recurrence(q, k, v, g, u, given, scale)
-    first, here = given.initial_state, one_step(q, given)
-    first = first if first is None or here or first.is_contiguous() else first.contiguous()
+        return recurrence(q, k, v, g, u, Given(first, return_state, ends, inplace, scale), scale)
     if g is not None and g.dim() == 4 and g.stride(-1) != 1:
         g = g.contiguous()
     u = u if u is None or u.is_contiguous() else u.contiguous()
-    if here:
-        o, state = through(q, k, v, g, u, first, None, scale, "", impl, inplace=True)
-        return stepped(o, state, given)
-    o, state = through(q, k, v, g, u, first, given.cu_seqlens, scale, precision(), impl)
-    return finished(o, state, given)
+    if step:
+        return stepped(through.step(q, k, v, g, u, first, scale, impl), first, return_state)
+    state = first if first is None or first.is_contiguous() else first.contiguous()
+    o, state = through.run(q, k, v, g, u, state, ends, scale, precision(), impl)
+    return finished(o, state, Given(first, return_state, ends, inplace, scale))
 
 
 def refusal(*args: Any, **_: Any) -> str | None:

@@ -8,6 +8,8 @@ import torch
 
 from ridgeline.op import Cost, Op, nbytes
 from ridgeline.ops.recurrent._calls import (
+    Engine,
+    Found,
     Given,
     decays,
     finished,
@@ -73,19 +75,31 @@ def delta_recurrence(args: Delta, given: Given, scale: float) -> Any:
     return (found[0].to(kind), found[1]) if given.return_state else found.to(kind)
 
 
-def delta_served(op: Op, through: Any, impl: str | None, args: Delta, given: Given, scale: float) -> Any:
-    """Runs a call by the implementation that serves it."""
-    if eager(op, impl, args.q, args.k, args.v, args.a, args.b) is not None:
-        return delta_recurrence(args, given, scale)
-    first, here = given.initial_state, one_step(args.q, given)
-    first = first if first is None or here or first.is_contiguous() else first.contiguous()
-    g = args.g if args.g.dim() == 3 or args.g.stride(-1) == 1 else args.g.contiguous()
-    inputs = (*args._replace(g=g)[:7], first, given.cu_seqlens, args.normalize, scale)
-    if here:
-        o, state = through(*inputs, "", impl, inplace=True)
-        return stepped(o, state, given)
-    o, state = through(*inputs, precision(), impl)
-    return finished(o, state, given)
+def delta_found(op: Op, impl: str | None, args: Delta, given: Given, usual: float) -> Found:
+    """usual: the scale if none is given."""
+    plain = eager(op, impl, args.q, args.k, args.v, args.a, args.b)
+    scale = usual if given.scale is None else float(given.scale)
+    return Found(plain, scale, plain is None and one_step(args.q, given))
+
+
+def delta_served(
+    through: Engine, known: Found, impl: str | None, args: tuple[Any, ...], normalize: bool, first: Maybe,
+    return_state: bool, ends: Maybe, inplace: bool,
+) -> Any:  # fmt: skip
+    """Runs a call by the implementation that serves it. args: those of `Delta` that are tensors."""
+    plain, scale, step = known
+    if plain is not None:
+        return delta_recurrence(
+            Delta(*args)._replace(normalize=normalize), Given(first, return_state, ends, inplace, scale), scale
+        )
+    g = args[3]
+    if g.dim() == 4 and g.stride(-1) != 1:
+        args = *args[:3], g.contiguous(), *args[4:]
+    if step:
+        return stepped(through.step(*args, first, normalize, scale, impl), first, return_state)
+    state = first if first is None or first.is_contiguous() else first.contiguous()
+    o, state = through.run(*args, state, ends, normalize, scale, precision(), impl)
+    return finished(o, state, Given(first, return_state, ends, inplace, scale))
 
 
 def delta_cost(args: Delta, given: dict[str, Any]) -> tuple[Cost, Cost]:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing
-from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing, written
+from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
     Line,
@@ -31,7 +31,7 @@ from ridgeline.ops.recurrent._short_conv import (
     conv_backward,
     conv_forward,
 )
-from ridgeline.select import eager, run
+from ridgeline.select import by_kind, eager, run
 
 Maybe = torch.Tensor | None
 WIDTHS = (2, 3, 4)
@@ -245,20 +245,15 @@ def causal_conv1d(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
-    given = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    wrong = _fault(given, activation, inplace)
-    if wrong:
-        raise RidgelineError(f"causal_conv1d: {wrong}")
-    plain = eager(OP, impl, x, weight, bias, cu_seqlens=cu_seqlens)
+    plain, step = _look(x, weight, bias, initial_state, cu_seqlens, activation, inplace, impl)
     if plain is not None and plain.call is not None:
         options: dict[str, Any] = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         options |= {"activation": activation, "return_state": return_state, "inplace": inplace}
         return plain.call(x, weight, bias, **options)
     bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
-    if inplace and initial_state is not None and x.shape[1] == 1 and cu_seqlens is None:
+    if step and initial_state is not None:
         y = _step(x, weight, bias, initial_state, activation, impl)
-        if not torch.compiler.is_compiling():
-            torch.autograd.graph.increment_version((initial_state,))
+        written(initial_state)
         return (y, initial_state) if return_state else y
     first = initial_state
     first = first if first is None or first.is_contiguous() else first.contiguous()
@@ -268,6 +263,20 @@ def causal_conv1d(
     else:
         y, state = _forward(*args)
     return _finished(y, state, initial_state, return_state, inplace)
+
+
+@by_kind(5, optional=3, strides=True, gradients=True)
+def _look(
+    x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, activation: str | None, inplace: bool,
+    impl: str | None,
+) -> tuple[Implementation | None, bool]:  # fmt: skip
+    """Checks a call and chooses. Returns too whether it is a decoder's step, in place."""
+    given = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
+    wrong = _fault(given, activation, inplace)
+    if wrong:
+        raise RidgelineError(f"causal_conv1d: {wrong}")
+    plain = eager(OP, impl, x, weight, bias, cu_seqlens=cu_seqlens)
+    return plain, inplace and initial_state is not None and x.shape[1] == 1 and cu_seqlens is None
 
 
 def _fault(given: dict[str, Any], activation: Any, inplace: bool) -> str | None:

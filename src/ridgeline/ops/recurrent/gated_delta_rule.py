@@ -16,16 +16,18 @@ import torch
 
 from ridgeline.op import Case, Op, RidgelineError, Spec
 from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import Given, engine
+from ridgeline.ops.recurrent._calls import Found, Given, engine
 from ridgeline.ops.recurrent._delta_calls import (
     DELTA_IDEA,
     DELTA_KERNEL,
     Delta,
     delta_cost,
     delta_flops,
+    delta_found,
     delta_recurrence,
     delta_served,
 )
+from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
 through = engine("gated_delta_rule", ("g", "beta", "a", "b"), ("a", "b"), "bool normalize, ")
@@ -60,13 +62,23 @@ def gated_delta_rule(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(q, k, v, g, beta, initial_state, cu_seqlens, normalize, return_state, inplace, scale, impl)
+    tensors = q, k, v, g, beta, None, None
+    return delta_served(through, known, impl, tensors, normalize, initial_state, return_state, cu_seqlens, inplace)
+
+
+@by_kind(7, optional=2, strides=True, gradients=True)
+def _look(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, normalize: bool, return_state: bool,
+    inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     gates = {"g": (g, ("BTH", "BTHK", "BTR", "BTRK")), "beta": (beta, ("BTH", "BTR"))}
     check("gated_delta_rule", {"q": q, "k": k}, ("v", v), gates, given)
     if type(normalize) is not bool:
         raise RidgelineError(f"gated_delta_rule: normalize must be True or False, but is {normalize!r}")
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return delta_served(OP, through, impl, Delta(q, k, v, g, beta, normalize=normalize), given, factor)
+    return delta_found(OP, impl, Delta(q, k, v, g, beta), given, q.shape[-1] ** -0.5)
 
 
 def cost(

@@ -17,13 +17,16 @@ from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
+    Found,
     Given,
     cost,
     engine,
     formulas,
+    found,
     recurrence,
     served,
 )
+from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
 through = engine("gated_linear_attention")
@@ -55,10 +58,19 @@ def gated_linear_attention(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(q, k, v, g, initial_state, cu_seqlens, return_state, inplace, scale, impl)
+    return served(through, known, impl, q, k, v, g, None, initial_state, return_state, cu_seqlens, inplace)
+
+
+@by_kind(6, optional=2, strides=True, gradients=True)
+def _look(
+    q: Any, k: Any, v: Any, g: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
+    inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("gated_linear_attention", {"q": q, "k": k}, ("v", v), {"g": (g, ("BTH", "BTHK"))}, given)
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return served(OP, through, impl, q, k, v, g, None, given, factor)
+    return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5)
 
 
 class Decay(Spec):

@@ -17,7 +17,19 @@ import torch
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent import _causal_product
 from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import IDEA, KERNEL, Given, cost, engine, formulas, recurrence, served
+from ridgeline.ops.recurrent._calls import (
+    IDEA,
+    KERNEL,
+    Found,
+    Given,
+    cost,
+    engine,
+    formulas,
+    found,
+    recurrence,
+    served,
+)
+from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
 through = engine("linear_attention")
@@ -47,10 +59,19 @@ def linear_attention(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(q, k, v, initial_state, cu_seqlens, return_state, inplace, scale, impl)
+    return served(through, known, impl, q, k, v, None, None, initial_state, return_state, cu_seqlens, inplace)
+
+
+@by_kind(5, optional=2, strides=True, gradients=True)
+def _look(
+    q: Any, k: Any, v: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
+    inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("linear_attention", {"q": q, "k": k}, ("v", v), {}, given)
-    factor = 1.0 if scale is None else float(scale)
-    return served(OP, through, impl, q, k, v, None, None, given, factor)
+    return found(OP, impl, given, q, k, v, 1.0)
 
 
 CASES = [

@@ -17,13 +17,16 @@ from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
+    Found,
     Given,
     cost,
     engine,
     formulas,
+    found,
     recurrence,
     served,
 )
+from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
 through = engine("rwkv6")
@@ -54,10 +57,19 @@ def rwkv6(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(r, k, v, w, u, initial_state, cu_seqlens, return_state, inplace, scale, impl)
+    return served(through, known, impl, r, k, v, w, u, initial_state, return_state, cu_seqlens, inplace)
+
+
+@by_kind(7, optional=2, strides=True, gradients=True)
+def _look(
+    r: Any, k: Any, v: Any, w: Any, u: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
+    inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("rwkv6", {"r": r, "k": k}, ("v", v), {"w": (w, ("BTHK",)), "u": (u, ("HK",))}, given)
-    factor = 1.0 if scale is None else float(scale)
-    return served(OP, through, impl, r, k, v, w, u, given, factor)
+    return found(OP, impl, given, r, k, v, 1.0)
 
 
 class Decay(Spec):

@@ -14,16 +14,18 @@ import torch
 
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import Given, engine
+from ridgeline.ops.recurrent._calls import Found, Given, engine
 from ridgeline.ops.recurrent._delta_calls import (
     DELTA_IDEA,
     DELTA_KERNEL,
     Delta,
     delta_cost,
     delta_flops,
+    delta_found,
     delta_recurrence,
     delta_served,
 )
+from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
 through = engine("rwkv7", ("g", "beta", "a", "b"), ("a", "b"), "bool normalize, ")
@@ -56,10 +58,20 @@ def rwkv7(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(r, w, k, v, a, b, initial_state, cu_seqlens, return_state, inplace, scale, impl)
+    tensors = r, k, v, w, None, a, b
+    return delta_served(through, known, impl, tensors, False, initial_state, return_state, cu_seqlens, inplace)
+
+
+@by_kind(8, optional=2, strides=True, gradients=True)
+def _look(
+    r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
+    inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("rwkv7", {"r": r, "k": k, "a": a, "b": b}, ("v", v), {"w": (w, ("BTHK", "BTRK"))}, given)
-    factor = 1.0 if scale is None else float(scale)
-    return delta_served(OP, through, impl, Delta(r, k, v, w, a=a, b=b), given, factor)
+    return delta_found(OP, impl, Delta(r, k, v, w, a=a, b=b), given, 1.0)
 
 
 def cost(

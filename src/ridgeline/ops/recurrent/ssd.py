@@ -20,6 +20,7 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, get, nbytes
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
+    Found,
     Given,
     engine,
     finished,
@@ -34,7 +35,7 @@ from ridgeline.ops.recurrent._calls import (
 from ridgeline.ops.recurrent._calls import cost as gated_cost
 from ridgeline.ops.recurrent._chunks import Call, backward, forward
 from ridgeline.ops.recurrent._step import Mamba, Token, start
-from ridgeline.select import eager, select
+from ridgeline.select import by_kind, eager, select
 
 Maybe = torch.Tensor | None
 through = engine("ssd", ("g", "step", "skip"))
@@ -65,7 +66,7 @@ def _served(impl: str | None, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor
     step = _step_sizes(dt, dt_bias, dt_softplus, single).contiguous()
     first = first if first is None or first.is_contiguous() else first.contiguous()
     skip = None if D is None else D.to(single).contiguous()
-    y, state = through(C, B, x, step * A.to(single), step, skip, first, given.cu_seqlens, scale, precision(), impl)
+    y, state = through.run(C, B, x, step * A.to(single), step, skip, first, given.cu_seqlens, scale, precision(), impl)
     return (y if z is None else get("silu_mul").function(z, y).to(x.dtype)), state
 
 
@@ -120,6 +121,29 @@ def ssd(
     scale: multiplies the state's part of y; 1 if None.
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
+    known = _look(
+        x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, dt_softplus, return_state, inplace, scale, impl
+    )
+    if known.plain is not None and known.plain.call is not None:
+        return known.plain.call(
+            x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, initial_state=initial_state,
+            return_state=return_state, cu_seqlens=cu_seqlens, inplace=inplace, scale=scale,
+        )  # fmt: skip
+    if known.step and initial_state is not None:
+        z = z if z is None or z.stride(-1) == 1 else z.contiguous()
+        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, known.scale, impl)
+        return stepped(y, initial_state, return_state)
+    whole = Given(initial_state, return_state, cu_seqlens, inplace, scale)
+    found = _served(impl, x, dt, A, B, C, D, z, dt_bias, dt_softplus, whole, known.scale)
+    return finished(found[0], found[1], whole)
+
+
+@by_kind(10, optional=5, strides=True, gradients=True)
+def _look(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_state: Any, cu_seqlens: Any,
+    dt_softplus: bool, return_state: bool, inplace: bool, scale: float | None, impl: str | None,
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     gates: dict[str, Any] = {"dt": (dt, ("BTR",)), "A": (A, ("R",))}
     gates |= {"D": (D, ("R",))} if D is not None else {}
     gates |= {"z": (z, ("BTRV",))} if z is not None else {}
@@ -128,19 +152,8 @@ def ssd(
     check("ssd", {"C": C, "B": B}, ("x", x), gates, whole)
     if type(dt_softplus) is not bool:
         raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
-    factor = 1.0 if scale is None else float(scale)
     plain = eager(OP, impl, C, B, x, cu_seqlens=cu_seqlens)
-    if plain is not None and plain.call is not None:
-        return plain.call(
-            x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, initial_state=initial_state,
-            return_state=return_state, cu_seqlens=cu_seqlens, inplace=inplace, scale=scale,
-        )  # fmt: skip
-    if one_step(x, whole) and initial_state is not None:
-        z = z if z is None or z.stride(-1) == 1 else z.contiguous()
-        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl)
-        return stepped(y, initial_state, whole)
-    found = _served(impl, x, dt, A, B, C, D, z, dt_bias, dt_softplus, whole, factor)
-    return finished(found[0], found[1], whole)
+    return Found(plain, 1.0 if scale is None else float(scale), plain is None and one_step(x, whole))
 
 
 def _pairs(

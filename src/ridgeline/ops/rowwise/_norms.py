@@ -72,7 +72,7 @@ class Norm:
 
         Differentiable.__name__ = Differentiable.__qualname__ = name
         self.function = Differentiable
-        self.look = by_kind(4, optional=3)(self._look)
+        self.look = by_kind(4, optional=3, gradients=True)(self._look)
 
     def __call__(
         self,
@@ -87,7 +87,7 @@ class Norm:
         rounding: str = "once",
     ) -> Any:
         """Runs `impl`, or the implementation chosen for the call. thrifty: backward uses the output, not the input."""
-        plain, eps, offset, widen = self.look(x, residual, weight, bias, impl, eps, thrifty, offset, rounding)
+        plain, eps, offset, widen, wanted = self.look(x, residual, weight, bias, impl, eps, thrifty, offset, rounding)
         if widen:
             wide = x.float(), None if residual is None else residual.float()
             made = self(impl, *wide, weight, bias, eps, thrifty, offset)
@@ -95,11 +95,8 @@ class Norm:
         if plain is not None:
             given = (x, *((residual,) if self.add else ()), weight, *((bias,) if self.center else ()))
             return plain(*given, eps, **({} if self.center else {"offset": offset, "rounding": rounding}))
-        if torch.is_grad_enabled():
-            for t in (x, residual, weight, bias):
-                if t is not None and t.requires_grad:
-                    args = x, residual, weight, bias, eps, offset, rounding, thrifty, impl
-                    return differentiate(self.function, *args)
+        if wanted:
+            return differentiate(self.function, x, residual, weight, bias, eps, offset, rounding, thrifty, impl)
         made = self.fwd(x, residual, weight, bias, eps, offset, rounding, 0, impl)
         return (made[0], made[1]) if self.add else made[0]
 
@@ -121,8 +118,9 @@ class Norm:
     def _look(
         self, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe, impl: str | None, eps: float | None,
         thrifty: bool, offset: float, rounding: str
-    ) -> tuple[Callable[..., Any] | None, float, float, bool]:  # fmt: skip
-        """Checks a call. Returns what runs it as `_plain` does, eps, offset, and whether it runs in float32.
+    ) -> tuple[Callable[..., Any] | None, float, float, bool, bool]:  # fmt: skip
+        """Checks a call. Returns what runs it as `_plain` does, eps, offset, whether it runs in float32, and whether
+        gradients are wanted.
 
         Autocast makes half precision float32, as for torch's own; the sum is rounded to the given dtype."""
         plain = self._plain(impl, x, residual, weight, bias)
@@ -132,7 +130,9 @@ class Norm:
         if thrifty:
             self._invertible(x, weight, offset, rounding)
         halves = x.dtype in (torch.float16, torch.bfloat16)
-        return plain, eps, offset, halves and rounding == "once" and x.is_cuda and torch.is_autocast_enabled("cuda")
+        widen = halves and rounding == "once" and x.is_cuda and torch.is_autocast_enabled("cuda")
+        given = [t for t in (x, residual, weight, bias) if t is not None]
+        return plain, eps, offset, widen, torch.is_grad_enabled() and any([t.requires_grad for t in given])
 
     def _plain(
         self, impl: str | None, x: torch.Tensor, residual: Maybe, weight: Maybe, bias: Maybe

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.boundary import Function, differentiate, first_order, kernel_op, written
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.rowwise import _batch
 from ridgeline.ops.rowwise._channels import empty_in_format
@@ -150,16 +150,13 @@ def batch_norm(
     `impl` cannot run the call.
     """
     statistics = running_mean, running_var
-    plain, numbers = _look(x, *statistics, weight, bias, add, training, momentum, eps, activation, impl)
+    plain, numbers, wanted = _look(
+        x, running_mean, running_var, weight, bias, add, training, momentum, eps, activation, impl
+    )
     if plain is not None and plain.call is not None:
         options = {"training": training, "momentum": momentum, "eps": numbers[2], "add": add, "activation": activation}
         return plain.call(x, *statistics, weight, bias, **options)
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (add is not None and add.requires_grad)
-    ):
+    if wanted:
         y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, statistics, numbers)
     else:
         _, *rest = numbers
@@ -168,21 +165,22 @@ def batch_norm(
             if training
             else _evaluate(x, *statistics, weight, bias, add, *rest[1:])
         )
-    if training and not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version([t for t in statistics if t is not None])
+    if training:
+        written(running_mean, running_var)
     return y
 
 
-@by_kind(6, optional=5)
+@by_kind(6, optional=5, gradients=True)
 def _look(
     x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, add: Any, training: bool, momentum: float,
     eps: float, activation: str | None, impl: str | None,
-) -> tuple[Any, tuple[Any, ...]]:  # fmt: skip
-    """Checks a call and chooses. Returns too the options as the launchers take them."""
+) -> tuple[Any, tuple[Any, ...], bool]:  # fmt: skip
+    """Checks a call and chooses. Returns too the options as the launchers take them, and if gradients are wanted."""
     per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     eps = _check(x, per_channel, training, momentum, eps, add, activation)
     plain = eager(BATCH_NORM, impl, x, **per_channel, add=add)
-    return plain, (training, float(momentum), eps, activation == "relu", impl)
+    wanted = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, weight, bias, add)])
+    return plain, (training, float(momentum), eps, activation == "relu", impl), wanted
 
 
 def _check(
