@@ -105,7 +105,10 @@ class Session:
 
         graph, step = torch.cuda.CUDAGraph(), self.step
         try:
-            step()  # a captured step must follow one that has made every state
+            side = torch.cuda.Stream()  # as the captured one is on: autograd keeps the stream of a weight's gradient
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()  # a captured step must follow one that has made every state
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 loss = step()
