@@ -1,4 +1,4 @@
-"""A patched training step as a CUDA graph: the host reads no value of the GPU's, and the results are an eager step's."""
+"""A patched training step as a CUDA graph: the host reads no value on the GPU, and results are an eager step's."""
 
 from __future__ import annotations
 

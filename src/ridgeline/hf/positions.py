@@ -1,8 +1,8 @@
 """Whether a model was given its position_ids, noted by hooks: while a CUDA graph is captured nobody can read them.
 
-transformers takes position_ids for packed sequences if they do not rise by one. Outside a capture it reads them to tell.
-In a capture it cannot, and asks for a mask of packed sequences every time. A model that was given no position_ids and
-makes them in a known way has none packed.
+transformers takes position_ids for packed sequences if they do not rise by one. Outside a capture it reads them to
+tell. In a capture it cannot, and asks for a mask of packed sequences every time. A model that was given no position_ids
+and makes them in a known way has none packed.
 """
 
 from __future__ import annotations

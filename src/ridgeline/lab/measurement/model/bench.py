@@ -119,8 +119,8 @@ def able(processes: list[Process]) -> list[Process]:
 def prepare(processes: list[Process], every: list[Process] | None = None) -> bool:
     """Lets all make their first steps: one has the GPU at a time, and others may compile meanwhile.
 
-    Eager is the first, since it needs the most memory, and others follow its choice of experts. every: those among which
-    the reference is, if `processes` are not all. Returns whether processes must be parked between turns, since
+    Eager is the first, since it needs the most memory, and others follow its choice of experts. every: those among
+    which the reference is, if `processes` are not all. Returns whether processes must be parked between turns, since
     the GPU does not hold them all.
     """
     from multiprocessing.connection import wait
@@ -178,8 +178,8 @@ def fits(processes: list[Process]) -> bool:
 def disagreement(processes: list[Process]) -> None:
     """Fails each variant whose first losses differ from the reference's by more than the tolerance.
 
-    With experts, those of the steps in which the variant followed the reference's choice (`routing` says why), the first
-    at least: it comes before any weight has changed.
+    With experts, only the steps in which the variant followed the reference's choice are held (`routing` says why), and
+    always the first, which comes before any weight has changed.
     """
     from ridgeline.lab.measurement.model import routing
 
