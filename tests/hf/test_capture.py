@@ -86,6 +86,20 @@ def test_the_host_reads_no_value(name: str, batch: int, memory: str | None, monk
     assert all(m is None for m in masks), "a mask lies in memory, though no sequences are packed"
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["Llama", "GptOss"])
+def test_neither_padding_nor_positions_are_read(name: str) -> None:
+    """Also by the kernels' launchers, where they are interpreted."""
+    model = build(name)
+    hf.patch(model)
+    with FakeTensorMode(allow_non_fake_inputs=True), Reads() as reads:
+        faked(model)
+        ids, seen = torch.empty(2, 21, dtype=torch.int64), torch.empty(2, 21, dtype=torch.int64)
+        for given in ({}, {"attention_mask": seen}, {"position_ids": ids}):
+            model(input_ids=ids, labels=ids, use_cache=False, **given).loss.backward()
+    assert not reads.found
+
+
 def test_the_optimizer_reads_no_value() -> None:
     with FakeTensorMode(), Reads() as reads, torch.no_grad():
         weights = [torch.nn.Parameter(torch.empty(8, 4, device="cuda")) for _ in range(3)]
