@@ -18,7 +18,7 @@ from torch import nn
 import ridgeline
 from ridgeline import formats
 from ridgeline.op import RidgelineError
-from ridgeline.recomputation import gated_mlp
+from ridgeline.recomputation import autocast, gated_mlp
 
 
 def _normalised(
@@ -568,8 +568,7 @@ class Fp8InferenceLinear(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and input.requires_grad:
             raise RidgelineError("Fp8InferenceLinear: it has no gradients; call it under torch.no_grad()")
-        kind = input.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+        dtype = autocast(input) or input.dtype
         rows, scale = ridgeline.quantize_fp8(input.detach().reshape(-1, self.in_features), block="row")
         y = ridgeline.fp8_matmul(rows, self.weight.mT, scale, self.scale, bias=self.bias, out_dtype=dtype)
         return y.view(*input.shape[:-1], self.out_features)

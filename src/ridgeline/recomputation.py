@@ -24,6 +24,12 @@ from ridgeline.select import eager
 Tensor = torch.Tensor
 
 
+def autocast(x: Tensor) -> torch.dtype | None:
+    """Returns the dtype that autocast computes in on a tensor's device, or None without it, as on the meta device."""
+    kind = x.device.type
+    return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
+
+
 def gate(first: Tensor, second: Tensor, activation: str) -> Tensor:
     """Returns activation(first) * second. activation: "silu", "gelu" or "gelu_tanh"."""
     if activation == "silu":
@@ -112,7 +118,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     """
     given = [*weights, *(biases or [None] * len(weights))]
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *given))
-    if not wanted or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if not wanted or torch.compiler.is_compiling() or autocast(x) is not None:
         return tuple(F.linear(x, w, b) for w, b in zip(weights, given[len(weights) :], strict=True))
     kept = _save(x) if any(w.requires_grad for w in weights) else (None, None)
     return _Linears.apply(x, *kept, len(weights), *given)
@@ -193,10 +199,9 @@ def gated_mlp(
     The first two products are `gated_linear`'s, the others torch's. Autocast casts all inputs first.
     Raises RidgelineError as `gated_linear` does.
     """
-    kind = x.device.type
     given: list[Any] = [x, gate_weight, up_weight, down_weight, bias]
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast(x)
+    if dtype is not None:
         given = [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in given]
     if torch.compiler.is_compiling() or not (
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)

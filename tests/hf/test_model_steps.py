@@ -10,11 +10,14 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from ridgeline.lab.measurement.model import bench as model_bench
 from ridgeline.lab.measurement.model import kinds as model_kinds
+from ridgeline.lab.measurement.model import routing as model_routing
 from ridgeline.lab.measurement.model import step as model_step
 from ridgeline.lab.measurement.model import worker as model_worker
 from ridgeline.lab.measurement.model.step import Task
@@ -181,3 +184,59 @@ def test_the_command_line(folder: str, tmp_path: Path) -> None:
     assert rows["eager"]["kinds"]["products"] > 0
     assert rows["liger"]["status"] == "skipped"
     assert "pip install liger-kernel" in rows["liger"]["reason"]
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE | {"num_local_experts": 16, "num_experts_per_tok": 4}))
+    return str(tmp_path)
+
+
+def prepared(folder: str, variant: str, choices: Any = None) -> dict[str, Any]:
+    return session(folder, variant).prepare(lambda: choices)
+
+
+def test_variants_follow_the_reference_s_choice_of_experts(mixture: str) -> None:
+    """Their own choice parts from it between near ties; a wrong one is found, and so is a wrong loss."""
+    own = prepared(mixture, "eager")
+    assert len(own["choices"]) == 2 * model_worker.CHECKED
+    free, ours = prepared(mixture, "ridgeline"), prepared(mixture, "ridgeline", own["choices"])
+    apart = [max(abs(a - b) for a, b in zip(own["losses"], found["losses"], strict=True)) for found in (free, ours)]
+    assert apart[1] < apart[0] / 2
+    assert ours["followed"] == model_worker.CHECKED
+    assert 0 < ours["routing"]["elsewhere"] < 0.3
+    assert model_routing.wrong(ours["routing"]) is None
+    others = [(shape, bytes([(b + 5) % 16 if n % 2 == 0 else 0 for n, b in enumerate(kept)]))
+              for shape, kept in own["choices"]]  # fmt: skip
+    assert model_routing.wrong(prepared(mixture, "ridgeline", others)["routing"])
+
+
+def test_dense_models_have_no_choice(folder: str) -> None:
+    assert prepared(folder, "eager")["choices"] == []
+
+
+class Row:
+    """A process whose first steps are made."""
+
+    def __init__(self, variant: str, losses: list[float], **found: Any):
+        self.task, self.found, self.status = Task("f", 1, 8, variant, "cpu"), {"losses": losses} | found, "ok"
+
+    def fail(self, status: str, reason: str) -> None:
+        self.status, self.reason = status, reason
+
+
+def test_losses_are_held_where_the_choice_was_followed() -> None:
+    near = {"elsewhere": 0.1, "regret": 0.001}
+    eager = Row("eager", [7.0, 6.0, 5.0], choices=[((1, 1), b"00")])
+    good = Row("ridgeline", [7.0, 6.0, 5.5], followed=2, routing=near)
+    bad = Row("ridgeline", [7.0, 6.1, 5.0], followed=2, routing=near)
+    lost = Row("liger", [7.0, 6.0, 5.0], followed=3, routing={"elsewhere": 0.9, "regret": 1.2})
+    compiled, worse = Row("compile", [7.0, 6.1, 5.0]), Row("compile", [7.1, 6.1, 5.0])
+    for row in (good, bad, lost, compiled, worse):
+        model_bench.disagreement([eager, row])  # type: ignore[list-item]
+    assert [row.status for row in (good, bad, lost, compiled, worse)] == ["ok", "wrong", "wrong", "ok", "wrong"]
+    assert bad.reason == "its loss of step 2 is 6.1000, and that of eager is 6.0000"
+    assert "routers' choice" in lost.reason
+    dense, other = Row("eager", [7.0, 6.0], choices=[]), Row("ridgeline", [7.0, 6.1])
+    model_bench.disagreement([dense, other])  # type: ignore[list-item]
+    assert other.status == "wrong"

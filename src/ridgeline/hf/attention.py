@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import ridgeline
-from ridgeline.hf import decoding
+from ridgeline.hf import decoding, positions
 from ridgeline.hf.report import fall_back
 from ridgeline.op import RidgelineError
 
@@ -90,7 +90,10 @@ def _sequences(
     if not packed:
         return True, None
     numbers = packed[0].get("packed_sequence_mask")
-    fits = len(packed) == 1 and square and batch_size == 1 and isinstance(numbers, torch.Tensor)
+    fits = len(packed) == 1 and square and isinstance(numbers, torch.Tensor)
+    if fits and not positions.readable(numbers):  # type: ignore[arg-type]
+        return positions.rise(), None  # transformers could not tell whether any are packed
+    fits = fits and batch_size == 1
     return fits, numbers if fits else None
 
 
@@ -125,7 +128,7 @@ def mask(
     if attention_mask is None:
         return None
     seen = attention_mask[:, -kv_length:]
-    if seen.shape[1] != kv_length:
+    if seen.shape[1] != kv_length or not positions.readable(seen):
         return dense()
     causal = any(kind == "causal_mask_function" for kind, _ in parts or ())
     # Padding after the tokens is masked by causality: no token sees it.
@@ -144,7 +147,7 @@ def _is_step(queries: int, before: Any, first: Any, mask_function: Any, attentio
     parts = _parts(mask_function)
     if parts is None or [kind for kind, _ in parts] != ["causal_mask_function"]:
         return False
-    return attention_mask is None or bool(attention_mask.all())
+    return attention_mask is None or (positions.readable(attention_mask) and bool(attention_mask.all()))
 
 
 class _Packing:

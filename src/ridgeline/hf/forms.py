@@ -135,6 +135,11 @@ TABLES = {
     "a2677416331e": "pairs",  # Cohere
     "ecf0db5b7af5": "once",  # gpt-oss
 }
+# Digests of the block in which a forward makes the position_ids that it was not given: they rise by one.
+POSITIONS = {
+    "e937a47477bb",  # Llama and nearly all
+    "c70a9304dd13",  # Bamba
+}
 LOSSES = {"1ae595492bcf 53e5856f21cf"}  # ForCausalLMLoss and fixed_cross_entropy
 HELPERS = ("rotate_half", "_apply_rotary_emb", "fixed_cross_entropy")
 

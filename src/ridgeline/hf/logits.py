@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ridgeline
+from ridgeline import recomputation
 from ridgeline.op import RidgelineError
 
 Step = tuple[Any, ...]
@@ -79,7 +80,7 @@ class DeferredLogits(torch.Tensor):
         dtype = casts[-1] if casts else _dtype(hidden)
         made = _Later.apply(hidden, weight, bias, steps, dtype)
         made.source, made.steps, made.version = (hidden, weight, bias), steps, _version(weight)
-        made.grad_mode, made.autocast = torch.is_grad_enabled(), _autocast(hidden)
+        made.grad_mode, made.autocast = torch.is_grad_enabled(), recomputation.autocast(hidden)
         made.made = None
         return made
 
@@ -93,8 +94,11 @@ class DeferredLogits(torch.Tensor):
                     "the logits cannot be made any more, as the weight of lm_head has changed or FSDP has freed it; "
                     "read outputs.logits before backward() or optimizer.step()"
                 )
-            cast = torch.autocast(hidden.device.type, self.autocast or torch.bfloat16, self.autocast is not None)
-            with torch.set_grad_enabled(self.grad_mode), cast:
+            kind = "cpu" if hidden.is_meta else hidden.device.type  # meta has no autocast
+            with (
+                torch.set_grad_enabled(self.grad_mode),
+                torch.autocast(kind, self.autocast or torch.bfloat16, self.autocast is not None),
+            ):
                 self.made = _compute(hidden, weight, bias, self.steps)
         return self.made
 
@@ -138,13 +142,8 @@ def _version(weight: torch.Tensor) -> int:
     return -1 if weight.is_inference() else weight._version
 
 
-def _autocast(hidden: torch.Tensor) -> torch.dtype | None:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
 def _dtype(hidden: torch.Tensor) -> torch.dtype:
-    cast = _autocast(hidden)
+    cast = recomputation.autocast(hidden)
     return cast if cast is not None and hidden.dtype != torch.float64 else hidden.dtype
 
 

@@ -104,7 +104,7 @@ def joint_linear(module: nn.Module, x: torch.Tensor, *, owner: nn.Module, names:
     So backward sums the gradients of x inside its products. A layer that is no plain nn.Linear with a plain weight,
     is replaced or has hooks computes its own product, and so do its neighbours; without gradients each does, too.
     """
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or recomputation.autocast(x) is not None:
         return F.linear(x, module.weight, module.bias)  # type: ignore[arg-type]
     made = _WAITING.take(module, x)
     if made is not None:
@@ -153,7 +153,7 @@ def merged_mlp(
 
 def activation_name(function: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
     """Returns which activation a function of tensors is, told by its values, or None."""
-    x = torch.linspace(-6, 6, 97, dtype=torch.float64)
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
     with torch.no_grad(), torch.device("cpu"):
         try:
             y = function(x.clone())

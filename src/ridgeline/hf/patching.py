@@ -14,7 +14,7 @@ from torch import nn
 
 import ridgeline
 from ridgeline import few_bits
-from ridgeline.hf import attention, experts, forms, logits, modules, recurrent, syntax
+from ridgeline.hf import attention, experts, forms, logits, modules, positions, recurrent, syntax
 from ridgeline.hf.report import PARTS, Report, Row
 from ridgeline.nn import fp8_forward
 from ridgeline.op import RidgelineError
@@ -426,6 +426,8 @@ def _choose_attention(model: nn.Module, models: list[Any]) -> None:
     if new._attn_implementation != attention.NAME:
         raise RidgelineError(f"{type(models[0]).__name__} does not let its attention be chosen after it is built")
     models[0].__dict__["_ridgeline_attention"] = before
+    for inner in models:
+        positions.watch(inner)
 
 
 def _transformers() -> Any:
@@ -565,6 +567,7 @@ def _restore(model: nn.Module) -> None:
         found = module.__dict__.get("_loss_function")
         if isinstance(found, partial) and found.func is logits.causal_loss:
             del module.__dict__["_loss_function"]
+        positions.unwatch(module)
         before = module.__dict__.pop("_ridgeline_attention", None)
         for config, name in zip(_configs(module.config), before, strict=True) if before else ():
             config._attn_implementation_internal = name

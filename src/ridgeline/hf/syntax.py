@@ -128,6 +128,28 @@ def only_passes_on(function: Callable[..., Any], name: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
+def made_if_none(function: Callable[..., Any], name: str) -> str | None:
+    """Returns the digest of what a forward does if an argument is None, or None if it assigns that elsewhere too."""
+    try:
+        tree = _tree(function)
+    except (OSError, TypeError, SyntaxError):
+        return None
+    blocks = [s for s in tree.body if isinstance(s, ast.If) and ast.unparse(s.test) == f"{name} is None"]
+    if len(blocks) != 1 or blocks[0].orelse:
+        return None
+
+    def stores(node: ast.AST) -> int:
+        names = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == name]
+        return sum([isinstance(n.ctx, ast.Store) for n in names])
+
+    if stores(tree) != stores(blocks[0]):
+        return None
+    renamer = _Renamer(_locals(tree), lambda _: False)
+    text = "\n".join([ast.unparse(ast.fix_missing_locations(renamer.visit(s))) for s in blocks[0].body])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@lru_cache(maxsize=1024)
 def layers_of_one_input(function: Callable[..., Any]) -> tuple[str, ...]:
     """Returns the layers `self.*_proj` that a forward always calls, each once, with one variable that never changes.
 

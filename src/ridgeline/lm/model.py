@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError, get
+from ridgeline.recomputation import autocast
 
 IMPLS = ("ridgeline", "torch", "naive")
 REMAKES = ("cheap",)  # norms and silu(gate) * up, which only read and write memory
@@ -38,12 +39,6 @@ def called(op: str, impl: str) -> Any:
     if impl == "ridgeline":
         return found.function
     return partial(found.function, impl=next(name for name in _PREFERRED[impl] if name in found.implementations))
-
-
-def autocast(x: torch.Tensor) -> torch.dtype | None:
-    """Returns the dtype that autocast computes in on a tensor's device, or None without it."""
-    kind = x.device.type
-    return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
 
 
 class Attention(nn.Module):

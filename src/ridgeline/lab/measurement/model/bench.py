@@ -116,10 +116,11 @@ def able(processes: list[Process]) -> list[Process]:
     return [process for process in processes if process.status == "ok"]
 
 
-def prepare(processes: list[Process]) -> bool:
+def prepare(processes: list[Process], every: list[Process] | None = None) -> bool:
     """Lets all make their first steps: one has the GPU at a time, and others may compile meanwhile.
 
-    Eager is the first, since it needs the most memory. Returns whether processes must be parked between turns, since
+    Eager is the first, since it needs the most memory, and others follow its choice of experts. every: those among
+    which the reference is, if `processes` are not all. Returns whether processes must be parked between turns, since
     the GPU does not hold them all.
     """
     from multiprocessing.connection import wait
@@ -156,8 +157,13 @@ def prepare(processes: list[Process]) -> bool:
         if owner is None and waiting:
             owner = min(waiting, key=lambda p: order.index(p))
             waiting.remove(owner)
-            owner.connection.send("go")
+            owner.connection.send(choices(every or processes))
     return parked
+
+
+def choices(processes: list[Process]) -> Any:
+    """The experts that the routers of the first process chose; None if there are none."""
+    return next((p.found["choices"] for p in processes if p.found.get("choices")), None)
 
 
 def fits(processes: list[Process]) -> bool:
@@ -170,13 +176,24 @@ def fits(processes: list[Process]) -> bool:
 
 
 def disagreement(processes: list[Process]) -> None:
-    """Fails each variant whose first losses differ from the reference's by more than the tolerance."""
+    """Fails each variant whose first losses differ from the reference's by more than the tolerance.
+
+    With experts, only the steps in which the variant followed the reference's choice are held (`routing` says why), and
+    always the first, which comes before any weight has changed.
+    """
+    from ridgeline.lab.measurement.model import routing
+
     checked = {p.task.variant: p for p in able(processes) if "losses" in p.found}
     name = next((name for name in REFERENCES if name in checked), None)
     for process in checked.values() if name else ():
         process.found["reference"] = name
-        right = checked[name].found["losses"]  # type: ignore[index]
-        for n, (loss, wanted) in enumerate(zip(process.found["losses"], right, strict=True), 1):
+        reference = checked[name].found  # type: ignore[index]
+        right = reference["losses"]
+        if reason := routing.wrong(process.found.get("routing")):
+            process.fail("wrong", reason)
+            continue
+        held = max(1, process.found.get("followed", 0)) if reference.get("choices") else len(right)
+        for n, (loss, wanted) in enumerate(list(zip(process.found["losses"], right, strict=True))[:held], 1):
             if not abs(loss - wanted) <= TOLERANCE * abs(wanted):
                 process.fail("wrong", f"its loss of step {n} is {loss:.4f}, and that of {name} is {wanted:.4f}")
                 break
@@ -244,7 +261,7 @@ def apart(processes: list[Process], steps: int, report: Callable[[str], None], e
             process.start()
             imported([process])
             build([process])
-            prepare([process])
+            prepare([process], processes)
             disagreement(processes if number == 0 else [process])
             process.found["between"] = "ended"
             turn(process, -(-steps // rounds), 2, False)
@@ -299,7 +316,7 @@ def row(process: Process, roof: Row) -> Row:
                  "seq": task.seq, "variant": task.label, "status": process.status, "reason": process.reason,
                  "dtype": "bfloat16", "tolerance": TOLERANCE}  # fmt: skip
     kept = ("parameters", "versions", "losses", "reference", "between", "host_us", "host_small_us", "kinds", "kernels",
-            "launches", "undetailed", "patched")  # fmt: skip
+            "launches", "undetailed", "patched", "followed", "routing")  # fmt: skip
     made |= {name: found[name] for name in kept if name in found}
     if "losses" in made:
         made["losses"] = [loss if isfinite(loss) else None for loss in made["losses"]]  # JSON has no other numbers

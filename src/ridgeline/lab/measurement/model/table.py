@@ -137,6 +137,11 @@ def _losses(out: Any, rows: list[Row]) -> None:
     title = f"losses of the first steps (beside {rows[0].get('reference', units.DASH)})"
     shown = [(row["variant"], *[figure(loss, "{:.4f}".format) for loss in row["losses"]]) for row in rows]
     print_table(title, ["variant"], [str(n) for n in range(1, len(rows[0]["losses"]) + 1)], shown, out)
+    for row in rows:
+        if row.get("routing"):
+            share, steps = units.percent(row["routing"]["elsewhere"]), row["followed"]
+            line = f"{row['variant']}: follows the choice of experts of {row['reference']} in {steps} steps"
+            out.print(f"{line}; its own differs for {share} of tokens", style="dim", markup=False, highlight=False)
 
 
 def _kernels(out: Any, row: Row) -> None:

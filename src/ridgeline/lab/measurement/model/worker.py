@@ -68,25 +68,36 @@ class Session:
         total = torch.cuda.get_device_properties(0).total_memory if self.gpu else 0
         return {"work": least, "total_bytes": total, "patched": patched}
 
-    def prepare(self, turn: Callable[[], None]) -> dict[str, Any]:
+    def prepare(self, turn: Callable[[], Any]) -> dict[str, Any]:
         """Makes the first steps. Returns their losses, the peak of memory, and what stays between turns.
 
-        turn: called once before the GPU is needed for more than weights; it returns when this process may go on.
+        turn: called once before the GPU is needed for more than weights; it returns when this process may go on, with
+        the experts that the reference's routers chose, if it has any. Without them this process's are returned. Hooks
+        would be compiled, so torch.compile's model goes its own way.
         """
+        from ridgeline.lab.measurement.model.routing import Followed, Noted
+
+        routing: Noted | Followed | None = None
         if self.task.variant == "compile":
             self._after_compiling(turn)
         else:
-            turn()
+            choices = turn()
+            routing = Followed(self.model, choices) if choices else Noted(self.model)
         count = CHECKED - 2 if self.task.graph else CHECKED
         losses = [self.step() for _ in range(count)]
+        found: dict[str, Any] = {}
+        if isinstance(routing, Noted):
+            found = {"choices": routing.end()}
+        elif routing is not None:
+            found = {"followed": count, "routing": routing.end()}
         if self.task.graph:
             self._capture()
             losses += [self.step().clone() for _ in range(CHECKED - count)]
         values = [float(loss) for loss in losses]
         self._release()
-        return {"losses": values, **self._memory()}
+        return {"losses": values, **found, **self._memory()}
 
-    def _after_compiling(self, turn: Callable[[], None]) -> None:
+    def _after_compiling(self, turn: Callable[[], Any]) -> None:
         """Lets `turn` be called when the first compilation has ended, before what it made runs."""
         from torch._dynamo.callback import callback_handler
 
@@ -105,7 +116,10 @@ class Session:
 
         graph, step = torch.cuda.CUDAGraph(), self.step
         try:
-            step()  # a captured step must follow one that has made every state
+            side = torch.cuda.Stream()  # as the captured one is on: autograd keeps the stream of a weight's gradient
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()  # a captured step must follow one that has made every state
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
                 loss = step()
@@ -330,9 +344,9 @@ def serve(connection: Connection, task: Task) -> None:
     """Answers the parent's commands until it hangs up."""
     sys.stdout = sys.stderr  # what packages print is no output of the verb
 
-    def turn() -> None:
+    def turn() -> Any:
         connection.send(("turn", None))
-        connection.recv()
+        return connection.recv()
 
     session = Session(task)
     with suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
