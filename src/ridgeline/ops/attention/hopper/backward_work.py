@@ -47,6 +47,7 @@ class Rules(NamedTuple):
     STAY: bool  # whether programs take several pieces
     STAGES: int  # of the rings
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
+    FLOAT: int = 0  # D if dK and dV leave in float32, which the registers store; 0 if they have k's dtype
 
 
 @aggregate
@@ -211,6 +212,15 @@ class Work:
         else:
             at = self.batch, self.head // self.scheduler.RULES.APART, row, 0
         return at
+
+    @gluon.jit
+    def key_number(self, row, tokens):
+        """Returns a key's number over all heads of `tokens` keys, 64 bits."""
+        head = self.batch * (self.scheduler.heads // self.scheduler.RULES.GROUP) + self.head
+        first = (head // self.scheduler.RULES.APART).to(gl.int64) * tokens
+        if self.scheduler.PACKED:
+            first += self.k_offset
+        return first + row
 
     @gluon.jit
     def block(self, n):

@@ -43,7 +43,7 @@ def fwd(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, softcap: float,
     left: int, right: int, bottom: bool, prefix: int, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
-    """Fills o and lse; see `attention_fwd` in common/kernels.py.
+    """Fills o and lse; see `attention_fwd` in common/kernels.py. A float32 o must be contiguous.
 
     For packed sequences max_q, or else their average length, decides the height of tiles.
     """
@@ -73,8 +73,11 @@ def fwd(
         count = all_heads * tiles
     rest, stages = column_parts(D)[1] if 64 < D <= 128 else 0, 4 if wide * BN <= 8192 else 2
     masks = masked_blocks(high, BN, columns, shift, right, back, ahead, bottom, packed)
-    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks)
+    single = o.dtype != q.dtype
+    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks, D if single else 0)
     sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, left, right)
     box = (1, 1, 1) if packed else (1, 1)
-    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
+    tiled = (q, 64), (k, BN), (v, BN), *(() if single else ((o, 64),))
+    maps: list[Any] = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in tiled]
+    maps += [o] if single else []
     forward.start(min(count, programs), lse, sinks, listed, maps, sizes, scale * LOG2E, rules, options)

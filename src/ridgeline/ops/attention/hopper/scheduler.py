@@ -44,6 +44,7 @@ class Rules(NamedTuple):
     BN: int  # keys per block
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
     MASKS: int  # see mask.py
+    FLOAT: int = 0  # D if o leaves in float32, which the registers store; 0 if it has q's dtype
 
 
 class Tile(NamedTuple):
