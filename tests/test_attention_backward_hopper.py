@@ -200,7 +200,9 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
         exact = [t.double().requires_grad_() for t in (q, k, v)]
         o, lse = exact_partial(*exact, cu if packed else None, left, right, D**-0.5)
         # As if other keys, with values of 0.5, took a part of each row.
-        more = torch.logaddexp(lse, torch.randn(lse.shape).double().masked_fill(torch.rand(lse.shape) < 0.2, -torch.inf))
+        more = torch.logaddexp(
+            lse, torch.randn(lse.shape).double().masked_fill(torch.rand(lse.shape) < 0.2, -torch.inf)
+        )
         share = (lse - more).exp().nan_to_num(0.0)[..., None]
         merged = o * share + 0.5 * (1 - share).masked_fill((more == -torch.inf)[..., None], 0)
         expected = torch.autograd.grad(merged, exact, do.double())

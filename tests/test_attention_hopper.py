@@ -115,7 +115,10 @@ class Kernel:
         gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
         gl.load, gl.atomic_add = load, draw
         names |= {
-            "NO_KEYS": -1e30, "FAR": TensorMap.FAR, "gdc_wait": lambda: None, "uniform": int,
+            "NO_KEYS": -1e30,
+            "FAR": TensorMap.FAR,
+            "gdc_wait": lambda: None,
+            "uniform": int,
             "named_barrier": named,
             "pack_pairs": pack,
             "write_record": write,
