@@ -111,7 +111,8 @@ class Kernel:
         gl.warp_specialize = lambda works, *_: self.works.extend(works)
         names["mbarrier"].init = init
         names |= {
-            "KEYS": 2, "FAR": TensorMap.FAR, "uniform": int, "barrier": lambda: None, "flat": lambda tile: tile.reshape(tile.shape[-2:]), "fence_async_shared": fence,
+            "KEYS": 2, "FAR": TensorMap.FAR, "uniform": int, "barrier": lambda: None,
+            "flat": lambda tile: tile.reshape(tile.shape[-2:]), "fence_async_shared": fence,
             "pack_pairs": lambda p, dtype: p.to(dtype), "pairs_to_operand": lambda p, *_: p,
             "pairs_to_float": lambda p, *_: p.float(), "in_order": lambda pairs: pairs,
             "from_order": lambda pairs, like: pairs, "load_count": lambda place: int(place.t[place.at]),

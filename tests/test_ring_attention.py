@@ -16,10 +16,10 @@ from attention_calls import bands, exact_partial
 from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import RidgelineError, get
-from ridgeline.select import why_not
 from ridgeline.parallel import blocks, context, groups, packing, recurrence, ring, sequence, ways
 from ridgeline.parallel.rung import observed
 from ridgeline.parallel.traffic import context_traffic
+from ridgeline.select import why_not
 
 WAYS = {"ring": context.ring_attention, "gathered": context.gathered_attention, "ulysses": context.ulysses_attention}
 OPTIONS: list[dict[str, Any]] = [
