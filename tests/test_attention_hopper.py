@@ -446,6 +446,27 @@ def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], m
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("D", [64, 128])
+def test_partial_calls_are_not_serialized(D: int, tmp_path: Path) -> None:
+    """Float32 stores take no registers from the loops: forward spills nothing, and ptxas serialises no products."""
+    launched: list[Launch] = []
+    get("attention")  # loads the torch ops
+    with device.pretend("sm_90"), observe(launched.append):
+        q, k = (torch.empty(1, n, 8192, D, dtype=torch.bfloat16, device="meta") for n in (32, 8))
+        options = None, 0.1, 0.0, UNBOUNDED, 0, "ieee", "gluon"
+        o, lse = torch.ops.ridgeline.attention_partial_fwd(q, k, k, *options)
+        torch.ops.ridgeline.attention_partial_bwd(q, None, q, k, k, o, lse, *options)
+    some = [one for one in launched if "RULES" in one.constants and hasattr(one.constants["RULES"], "FLOAT")]
+    assert [one.constants["RULES"].FLOAT for one in some] == [D, D]
+    for one in some:
+        found = lab_inspect.of_launch(one, True)
+        said = said_of(found, tmp_path)
+        assert "serial" not in said
+        assert "C75" not in said
+        assert one.kernel is not forward._fwd or triton.__version__ != OWN or found.spill_loads == 0
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize(("D", "causal", "dtype"), [
     (128, False, torch.bfloat16), (128, True, torch.float16), (64, False, torch.bfloat16), (80, False, torch.bfloat16),
     (256, False, torch.bfloat16),
