@@ -146,6 +146,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
         if not given["causal"]:
             given["window_align"] = dice.choice(("top_left", "bottom_right"))
+    if given["causal"] and "window" not in given and dice.random() < 0.5:
+        given["prefix"] = dice.randint(1, columns + 70)
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2, 4)), rows, columns, D), given
 
 
@@ -402,7 +404,9 @@ def test_pieces_of_backward_on_hopper() -> None:
             "DOWN": right is not None and dice.random() < 0.7,
             "GROUP": group // by_heads,
             "APART": by_heads,
+            "PREFIX": right is not None and left is None and dice.random() < 0.5,
         }
+        first = dice.randint(1, columns + 70) if facts["PREFIX"] else 0
         sizes = {
             "heads": kv * group,
             "section": dice.randint(1, turns),
@@ -417,13 +421,14 @@ def test_pieces_of_backward_on_hopper() -> None:
             "SPLIT": parts > 1 or by_heads > 1,
         }
         call = SimpleNamespace(**sizes, RULES=SimpleNamespace(**facts), PACKED=False, SPAN=span, shift=shift)
-        call.window_left, call.window_right = left, right
+        call.window_left, call.window_right = first or left, right
         items = call.entire + parts * (pieces - call.entire)
         works = [python(backward_work.WorkScheduler.work)(call, n, 0, 0, 0, 0) for n in range(items)]
         apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
         seen = (apart <= (columns + rows if right is None else right)) & (
             apart >= -(columns + rows if left is None else left)
         )
+        seen |= torch.arange(columns) < first
         adders: dict[Any, list[Piece]] = {}
         unseen: dict[Any, torch.Tensor] = {}
         heads: set[Any] = set()

@@ -168,6 +168,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
     if not given["causal"] and "window" in given:
         given["window_align"] = dice.choice(("top_left", "bottom_right"))
+    if given["causal"] and "window" not in given and dice.random() < 0.5:
+        given["prefix"] = dice.randint(1, columns + 70)
     return (dice.choice((1, 2)), kv, group, rows, columns, D), given
 
 

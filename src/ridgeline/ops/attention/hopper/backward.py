@@ -236,12 +236,12 @@ def _bwd(order, listed, shares, maps, sizes, scale, RULES: gl.constexpr):
 
 def start(
     programs: int, rest: int, options: tuple[bool, bool, bool, int, int, bool], order: Any, listed: Any, shares: Any,
-    maps: Any, sizes: Any, scale: Any, single: int
+    maps: Any, sizes: Any, scale: Any, last: tuple[bool, int]
 ) -> None:  # fmt: skip
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order.
 
-    single: `Rules.FLOAT`."""
+    last: PREFIX and FLOAT."""
     tight = maps[0].box[-1] == 128
-    rules = Rules(*options, tight, not tight, 2 if tight else 4, rest, single)
+    rules = Rules(*options, tight, not tight, 2 if tight else 4, rest, *last)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd, (programs,), order, listed, shares, *bundles, RULES=rules, num_warps=4, maxnreg=128)

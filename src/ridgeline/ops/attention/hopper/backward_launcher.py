@@ -58,7 +58,7 @@ def bwd(
     # Pieces that stay whole, parts of each of the others, and the parts' dK and dV in float32.
     entire, parts, apart, shares = key_heads * most, 1, 1, None
     if not packed and wide <= 128:
-        entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs)
+        entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs, prefix)
         if not entire and ahead and not back:
             apart = heads_apart(key_heads * most, group, parts, programs)
     if apart > 1:
@@ -67,8 +67,8 @@ def bwd(
     pieces = entire + left_over * parts
     if left_over:
         shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
-    sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, left, right
-    inputs = maps, sizes, (scale, scale * LOG2E), D if single else 0
+    sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, prefix or left, right
+    inputs = maps, sizes, (scale, scale * LOG2E), (prefix > 0, D if single else 0)
     options = back, ahead, down, group // apart, apart, deterministic
     if wide > 128:
         backward_wide.start_wide(pieces, options, order, listed, *inputs)

@@ -186,11 +186,11 @@ def start_wide(
     maps: Any,
     sizes: Any,
     scale: Any,
-    single: int,
+    last: tuple[bool, int],
 ) -> None:
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order.
 
-    single: `Rules.FLOAT`."""
-    rules = Rules(*options, False, False, 2, 0, single)
+    last: PREFIX and FLOAT."""
+    rules = Rules(*options, False, False, 2, 0, *last)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd_wide, (programs,), order, listed, *bundles, RULES=rules, num_warps=4, maxnreg=128)
