@@ -4,6 +4,7 @@ Hypothesis draws the sample from SEED in the environment, and a failure prints t
 """
 
 import os
+import random
 from typing import Any
 
 import hypothesis
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab.measurement.law import Law, as_tuple
 from ridgeline.op import get
+from ridgeline.ops.attention.common.arguments import UNBOUNDED
 from ridgeline.select import why_not
 
 kernels = pytest.mark.kernels
@@ -48,6 +50,33 @@ def outcome(call: Any, args: list[torch.Tensor], **given: Any) -> list[torch.Ten
 
 def exact(args: list[torch.Tensor], **given: Any) -> list[torch.Tensor]:
     return outcome(get("attention").reference, [a.detach().double().requires_grad_() for a in args], **given)
+
+
+def bands(dice: random.Random, rows: int, columns: int) -> tuple[int, int]:
+    """Returns left and right, of bands that lie anywhere: some rows, or all, may see no key."""
+    if dice.random() < 0.3:
+        return UNBOUNDED, UNBOUNDED
+    middle, far = dice.randint(-rows, columns), dice.choice((0, 3, 64, 128, 300))
+    right = middle + dice.choice((0, 1, 63, 64, 200))
+    right = right // 128 * 128 if dice.random() < 0.4 else right  # edges that need fewer comparisons
+    return dice.choice(((far - middle, right), (far - middle, right), (UNBOUNDED, right), (far - middle, UNBOUNDED)))
+
+
+def exact_partial(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: list[int] | None, left: int, right: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns o and lse in float64 where query i sees the keys i - left to i + right, of its own sequence if packed."""
+    q, k, v = [t.double() for t in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    apart = torch.arange(k.shape[2], device=q.device) - torch.arange(q.shape[2], device=q.device)[:, None]
+    seen = (apart >= -left) & (apart <= right)
+    if cu is not None:
+        which = torch.searchsorted(torch.tensor(cu, device=q.device), torch.arange(cu[-1], device=q.device), right=True)
+        seen &= which == which[:, None]
+    s = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return p @ v.repeat_interleave(group, 1), lse
 
 
 def near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float = 2e-5) -> None:

@@ -1,8 +1,8 @@
 """attention's backward kernels for Hopper, run as Python (warps.py), with several programs at a time.
 
 Ordinary stores to shared memory become visible to products and the copy engine once the writing thread reaches a
-fence, so fences that are too early or too late are found. The order of dQ's sums in memory, pairs of registers and
-waits for words in memory are models. Packed sequences are not covered.
+fence, so fences that are too early or too late are found. The order of dQ's sums in memory, pairs of registers, waits
+for words in memory and the list of packed sequences' pieces are models.
 """
 
 import random
@@ -16,8 +16,11 @@ import torch
 import triton
 from torch.nn.functional import pad
 
+from attention_calls import bands, exact_partial
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
+from ridgeline.cuda import TensorMap
+from ridgeline.op import get
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, options
 from ridgeline.ops.attention.hopper import (
     backward,
@@ -34,7 +37,7 @@ from ridgeline.ops.attention.hopper import (
 from ridgeline.ops.attention.triton.tiles import Heads
 from ridgeline.tiles import hopper as shared_hopper
 from ridgeline.tiles import warpgroup
-from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes
+from warps import Barrier, Pointer, Shared, Turns, define, language, list_of, nbytes
 
 
 class Fenced(Shared):
@@ -95,16 +98,21 @@ class Kernel:
         def hand_in(me: int, shares: Pointer, n: int, x: torch.Tensor, column: int, wide: int) -> None:
             shares.t.view(-1, 2, 64, wide)[n, me, :, column : column + x.shape[1]] = x
 
+        def put(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
+            to.t[to.at[mask]] = x[mask]
+
         def cell(x: torch.Tensor, axis: int) -> int:
             return int(x.max())
 
         gl = names["gl"]
+        gl.store, gl.load = put, lambda of: int(of.t[of.at])
         gl.split = lambda x: (x[..., 0], x[..., 1])
         gl.max, gl.program_id, gl.allocate_shared_memory, gl.atomic_add = cell, lambda _: program, allocate, add_word
         gl.warp_specialize = lambda works, *_: self.works.extend(works)
         names["mbarrier"].init = init
         names |= {
-            "KEYS": 2, "flat": lambda tile: tile.reshape(tile.shape[-2:]), "fence_async_shared": fence,
+            "KEYS": 2, "FAR": TensorMap.FAR, "uniform": int, "barrier": lambda: None,
+            "flat": lambda tile: tile.reshape(tile.shape[-2:]), "fence_async_shared": fence,
             "pack_pairs": lambda p, dtype: p.to(dtype), "pairs_to_operand": lambda p, *_: p,
             "pairs_to_float": lambda p, *_: p.float(), "in_order": lambda pairs: pairs,
             "from_order": lambda pairs, like: pairs, "load_count": lambda place: int(place.t[place.at]),
@@ -113,10 +121,12 @@ class Kernel:
         }  # fmt: skip
         turns.me.stored = []
         args = [Pointer(a) if isinstance(a, torch.Tensor) else a for a in launch.args]
-        (maps,) = [a for a in args if isinstance(a, backward_pipeline.Maps)]
+        (at,) = [n for n, a in enumerate(args) if isinstance(a, backward_pipeline.Maps)]
+        args[at] = maps = type(args[at])(*[Pointer(a) if isinstance(a, torch.Tensor) else a for a in args[at]])
         for desc in maps:
-            desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
-            desc.dtype, desc.layout = desc.base.dtype, None
+            if not isinstance(desc, Pointer):
+                desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
+                desc.dtype, desc.layout = desc.base.dtype, None
         names[launch.kernel.__name__](*args, RULES=launch.constants["RULES"])
 
     def groups(self) -> list[Any]:
@@ -136,6 +146,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
         if not given["causal"]:
             given["window_align"] = dice.choice(("top_left", "bottom_right"))
+    if given["causal"] and "window" not in given and dice.random() < 0.5:
+        given["prefix"] = dice.randint(1, columns + 70)
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2, 4)), rows, columns, D), given
 
 
@@ -144,6 +156,108 @@ def lies(n: int, heads: int, blocks: int, section: int, down: bool, span: int) -
     head = n // (section * blocks) * section
     many, n = min(section, heads - head), n % (section * blocks)
     return head + n % many, (blocks - 1 - n // many if down else n // many) * span
+
+
+def run_programs(launch: Launch, few: int, dice: random.Random) -> None:
+    """Runs the kernel's programs, so many at a time, or so many if programs stay."""
+    programs = few if launch.constants["RULES"].STAY else launch.grid[0]
+    for first in range(0, programs, few):
+        turns = Turns(dice)
+        kernels = [Kernel(launch, program, turns) for program in range(first, min(first + few, programs))]
+        turns.run([work for kernel in kernels for work in kernel.groups()])
+
+
+def add_parts(launched: list[Launch]) -> tuple[int, int]:
+    """Does what `_join` does. Returns how many pieces are in parts, and D."""
+    (join,) = [one for one in launched if one.kernel is backward_sums._join]
+    *to, shares, length, whole, parts, heads, turns, blocks, shared, scale = join.args
+    rules = join.constants["RULES"]
+    assert (join.grid, rules.BD) == ((shares.shape[0] // parts, 8), shares.shape[-1])
+    for x in to:
+        t = x.data
+        assert all(t.shape[n] == 1 or step * rules.UNIT == t.stride(n) for n, step in enumerate(x[1:]))
+    for n, left in enumerate(shares.unflatten(0, (-1, parts))[..., : rules.D].sum(1), whole):
+        turn, start = lies(n, turns, blocks, heads, join.constants["DOWN"], 128)
+        for x, keys, factor in zip(to, left, (scale, 1), strict=True):
+            x.data[divmod(turn, shared)][start : start + 128] = keys[: length - start] * factor
+    return join.grid[0], rules.D
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks dq, dk and dv of the ring's calls, in float32: any band, packed sequences, and o and lse over other keys.
+
+    Some rows see no key here and some no key anywhere, and some pieces are in parts."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    get("attention_varlen")  # loads the torch ops
+    for n in range(6):
+        packed = n % 3 == 2
+        (B, kv, group, rows, columns, D), _ = calls(dice)
+        B, columns = (1, rows) if packed else (B, columns)
+        left, right = bands(dice, rows, columns)
+        cu = sorted([0, *[dice.randint(0, rows) for _ in range(dice.randint(0, 4))], rows]) if packed else [0, rows]
+        dtype = dice.choice((torch.bfloat16, torch.float16))
+        q, do = (torch.randn(B, kv * group, rows, D).to(dtype) for _ in range(2))
+        k, v = (torch.randn(B, kv, columns, D).to(dtype) for _ in range(2))
+        exact = [t.double().requires_grad_() for t in (q, k, v)]
+        o, lse = exact_partial(*exact, cu if packed else None, left, right, D**-0.5)
+        # As if other keys, with values of 0.5, took a part of each row.
+        more = torch.logaddexp(
+            lse, torch.randn(lse.shape).double().masked_fill(torch.rand(lse.shape) < 0.2, -torch.inf)
+        )
+        share = (lse - more).exp().nan_to_num(0.0)[..., None]
+        merged = o * share + 0.5 * (1 - share).masked_fill((more == -torch.inf)[..., None], 0)
+        expected = torch.autograd.grad(merged, exact, do.double())
+        merged, more = merged.detach(), more.detach()
+
+        launched: list[Launch] = []
+        few, section = dice.randint(1, 3), dice.randint(1, 2 * B * kv)
+        down = right < UNBOUNDED and dice.random() < 0.7
+        monkeypatch.setattr(backward_launcher, "head_section", lambda *_, s=section, down=down: (s, down))
+        pieces, split = B * kv * -(-columns // 128), dice.choice((1, 1, 2, 3))
+        entire = pieces if split == 1 else dice.randint(0, pieces - 1)
+        monkeypatch.setattr(backward_launcher, "split_work", lambda *_, shared=(entire, split): shared)
+        ends = torch.tensor(cu, dtype=torch.int32) if packed else None
+        options = ends, D**-0.5, 0.0, left, right, "ieee", "gluon"
+        with device.pretend("sm_90"), observe(launched.append):
+            found = torch.ops.ridgeline.attention_partial_bwd(do, None, q, k, v, merged.float(), more.float(), *options)
+        (launch,) = [one for one in launched if one.kernel.__name__.startswith("_bwd")]
+        assert launch.constants["RULES"].FLOAT == D
+        for t in found:
+            t.fill_(float("nan"))
+        (maps,) = [a for a in launch.args if isinstance(a, backward_pipeline.Maps)]
+        order, (sums, tops, deltas) = launch.args[0], (a.base for a in (maps.dq_sums, maps.lse, maps.delta))
+        order.zero_(), sums.fill_(float("nan")), tops.fill_(torch.inf), deltas.zero_()
+        delta = (merged * do.double()).sum(-1).float()
+        scaled = more.float().masked_fill(more == -torch.inf, torch.inf) * LOG2E
+        tiles = rows // 64 + len(cu) if packed else -(-rows // 64)
+        blocks = [  # first row, end, and number of each block of a head
+            (row, min(row + 64, cu[n + 1]), (cu[n] // 64 + n) * packed + (row - cu[n]) // 64)
+            for n in range(len(cu) - 1)
+            for row in range(cu[n], cu[n + 1], 64)
+        ]
+        for to, numbers in ((tops, scaled), (deltas, delta)):
+            for row, end, number in blocks:
+                to.view(B * kv * group, tiles, 64)[:, number, : end - row] = numbers[:, :, row:end].flatten(0, 1)
+        args = list(launch.args)
+        if packed:
+            args[1] = list_of(cu, cu, 64 if D > 128 else 128, dice)
+        if launch.kernel is backward._bwd and args[2] is not None:
+            args[2].fill_(float("nan"))
+        run_programs(Launch(launch.kernel, launch.grid, tuple(args), launch.constants, launch.device), few, dice)
+        if launch.kernel is backward._bwd and launch.args[2] is not None:
+            add_parts(launched)
+        parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
+        for row, end, number in blocks:
+            mine = parts.view(B, kv * group, tiles, 64, D)[:, :, number, : end - row]
+            found[0][:, :, row:end] = mine
+        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {dtype} {few} programs, {section} {down=} {split=}"
+        for name, one, other in zip("qkv", found, expected, strict=True):
+            assert one.dtype == torch.float32
+            assert not one.any() or (one != one.to(dtype)).any(), f"{said}: d{name} was rounded"
+            what = f"{said}: d{name}"
+            torch.testing.assert_close(one.double(), other, atol=3e-2, rtol=3e-2, msg=lambda m, w=what: f"{w}: {m}")
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -202,25 +316,12 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         if launch.kernel is backward._bwd and launch.args[2] is not None:
             launch.args[2].fill_(float("nan"))  # partial results of parts
 
-        programs = few if launch.constants["RULES"].STAY else launch.grid[0]
-        for first in range(0, programs, few):
-            turns = Turns(dice)
-            kernels = [Kernel(launch, program, turns) for program in range(first, min(first + few, programs))]
-            turns.run([work for kernel in kernels for work in kernel.groups()])
+        run_programs(launch, few, dice)
         parts = torch.where((order[1:] > 0)[:, None, None], sums.view(-1, D, 64), 0.0).mT * D**-0.5
         found[0].copy_(parts.reshape(B, kv * group, -1, D)[:, :, :rows])
         if split > 1 and launch.kernel is backward._bwd:
-            (join,) = [one for one in launched if one.kernel is backward_sums._join]
-            *to, shares, length, whole, parts, heads, turns, blocks, shared, scale = join.args
-            rules, entire = join.constants["RULES"], entire if by_heads == 1 else 0
-            assert (join.grid, rules.BD, rules.D) == ((pieces - entire, 8), shares.shape[-1], D)
-            for x in to:
-                assert all(k.shape[n] == 1 or step * rules.UNIT == k.stride(n) for n, step in enumerate(x[1:]))
-            to = [x.data for x in to]
-            for n, left in enumerate(shares.unflatten(0, (-1, parts))[..., :D].sum(1), whole):
-                turn, start = lies(n, turns, blocks, heads, join.constants["DOWN"], 128)
-                for t, keys, factor in zip(to, left, (scale, 1), strict=True):
-                    t[divmod(turn, shared)][start : start + 128] = keys[: length - start] * factor
+            entire = entire if by_heads == 1 else 0
+            assert add_parts(launched) == (pieces - entire, D)
         what = f"{tuple(q.shape)} {columns} {given} {deterministic=} {few} programs, sections of {section}, {down=}"
         what += f", {by_heads=}"
         for name, one, other in zip("qkv", found, expected, strict=True):
@@ -303,7 +404,9 @@ def test_pieces_of_backward_on_hopper() -> None:
             "DOWN": right is not None and dice.random() < 0.7,
             "GROUP": group // by_heads,
             "APART": by_heads,
+            "PREFIX": right is not None and left is None and dice.random() < 0.5,
         }
+        first = dice.randint(1, columns + 70) if facts["PREFIX"] else 0
         sizes = {
             "heads": kv * group,
             "section": dice.randint(1, turns),
@@ -318,13 +421,14 @@ def test_pieces_of_backward_on_hopper() -> None:
             "SPLIT": parts > 1 or by_heads > 1,
         }
         call = SimpleNamespace(**sizes, RULES=SimpleNamespace(**facts), PACKED=False, SPAN=span, shift=shift)
-        call.window_left, call.window_right = left, right
+        call.window_left, call.window_right = first or left, right
         items = call.entire + parts * (pieces - call.entire)
         works = [python(backward_work.WorkScheduler.work)(call, n, 0, 0, 0, 0) for n in range(items)]
         apart = torch.arange(columns) - torch.arange(rows)[:, None] - shift
         seen = (apart <= (columns + rows if right is None else right)) & (
             apart >= -(columns + rows if left is None else left)
         )
+        seen |= torch.arange(columns) < first
         adders: dict[Any, list[Piece]] = {}
         unseen: dict[Any, torch.Tensor] = {}
         heads: set[Any] = set()

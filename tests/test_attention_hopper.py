@@ -1,8 +1,8 @@
 """attention's forward kernel for Hopper, run as Python (warps.py): finds overwriting of probabilities that a product
 still reads.
 
-Packed sequences, Gluon's compilation and inline PTX are not covered: `watch_overflow`, `overflowed`,
-`cut_columns` and the records of tiles are models here.
+Gluon's compilation and inline PTX are not covered: `watch_overflow`, `overflowed`, `cut_columns`, the records of tiles
+and the list of packed sequences' tiles are models here.
 """
 
 import math
@@ -20,10 +20,12 @@ import torch
 import triton
 
 import ridgeline
+from attention_calls import bands, exact_partial
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.cuda import TensorMap
 from ridgeline.lab.analysis import inspect as lab_inspect
+from ridgeline.op import get
 from ridgeline.ops.attention.common.arguments import UNBOUNDED
 from ridgeline.ops.attention.hopper import (
     epilogue,
@@ -38,7 +40,7 @@ from ridgeline.ops.attention.hopper import (
 from ridgeline.tiles import warpgroup
 from test_kernels import OWN
 from test_matmul import said_of
-from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
+from warps import Barrier, Pointer, Shared, Turns, define, language, list_of, nbytes, registers
 
 
 class Kernel:
@@ -52,7 +54,7 @@ class Kernel:
             0,
             Counter[int](),
         )
-        self.lse, self.sinks, _, self.maps, self.sizes, self.factor = launch.args
+        self.lse, self.sinks, self.listed, self.maps, self.sizes, self.factor = launch.args
         self.program, self.programs = program, launch.grid[0]
 
     def names(self) -> dict[str, Any]:
@@ -63,6 +65,15 @@ class Kernel:
 
         def store(to: Pointer, x: torch.Tensor, mask: torch.Tensor) -> None:
             to.t[to.at[mask]] = x[mask]
+
+        def load(of: Pointer) -> Any:
+            found = of.t[of.at]
+            return found if found.dtype.is_floating_point else int(found)
+
+        def draw(of: Pointer, n: Any, mask: Any, sem: str) -> torch.Tensor:
+            turns.until(lambda: True)
+            of.t[0] += 1
+            return torch.where(mask, of.t[0] - 1, 0)
 
         def named(me: int, waits: bool) -> None:
             if waits:
@@ -102,9 +113,12 @@ class Kernel:
 
         gl = names["gl"]
         gl.num_programs, gl.program_id, gl.store = lambda _: self.programs, lambda _: self.program, store
-        gl.load = lambda of: of.t[of.at]
+        gl.load, gl.atomic_add = load, draw
         names |= {
             "NO_KEYS": -1e30,
+            "FAR": TensorMap.FAR,
+            "gdc_wait": lambda: None,
+            "uniform": int,
             "named_barrier": named,
             "pack_pairs": pack,
             "write_record": write,
@@ -122,7 +136,8 @@ class Kernel:
         names, facts, maps = self.names(), self.facts, self.maps
         groups, wide = facts.GROUPS, maps.q.block_shape[-1]
         plan = object.__new__(names["TileScheduler"])
-        plan.__dict__.update(self.sizes._asdict(), factor=self.factor, RULES=facts, BM=64 * groups, PACKED=False)
+        plan.__dict__.update(self.sizes._asdict(), factor=self.factor, RULES=facts, BM=64 * groups)
+        plan.PACKED = self.listed is not None
 
         def ring(source: Any, size: int, readers: int) -> Any:
             made = object.__new__(names["Ring"])
@@ -131,15 +146,16 @@ class Kernel:
             made.SIZE = size
             return made
 
-        for desc in maps:
+        for desc in maps[: 3 if facts.FLOAT else 4]:
             desc.block_type = SimpleNamespace(shape=desc.block_shape, nbytes=nbytes(desc))
             desc.dtype = desc.base.dtype
         qs = ring(maps.q, groups if wide > 128 else 2 * groups, 1)
         ks, vs = (ring(source, facts.STAGES, groups) for source in (maps.k, maps.v))
         rings = forward.Rings(qs, ks, vs, [None, None])
         sinks = None if self.sinks is None else Pointer(self.sinks)
-        works = [lambda g=g: names["consumer"](g, maps.o, Pointer(self.lse), sinks, rings, plan) for g in range(groups)]
-        self.turns.run([*works, lambda: names["producer"](None, maps, rings, plan)])
+        out, listed = Pointer(maps.o) if facts.FLOAT else maps.o, None if self.listed is None else Pointer(self.listed)
+        works = [lambda g=g: names["consumer"](g, out, Pointer(self.lse), sinks, rings, plan) for g in range(groups)]
+        self.turns.run([*works, lambda: names["producer"](listed, maps, rings, plan)])
 
 
 def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -152,6 +168,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
         given["window"] = dice.choice(((100, None), (70, 64), (None, 128), (200, 3), (300, 0)))
     if not given["causal"] and "window" in given:
         given["window_align"] = dice.choice(("top_left", "bottom_right"))
+    if given["causal"] and "window" not in given and dice.random() < 0.5:
+        given["prefix"] = dice.randint(1, columns + 70)
     return (dice.choice((1, 2)), kv, group, rows, columns, D), given
 
 
@@ -209,6 +227,46 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             lse.double(), scores.logsumexp(-1), atol=1e-4, rtol=1e-4, msg=lambda m, what=what: f"{what}: lse: {m}"
         )
     assert set(again.elements()) >= {1, 3}, "no block's exponentials were beyond what is kept"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks o and lse of the ring's calls, in float32: any band, packed sequences, rows without keys."""
+    dice = random.Random(seed)
+    torch.manual_seed(seed)
+    for n in range(8):
+        packed = n % 3 == 2
+        (B, kv, group, rows, columns, D), _ = calls(dice)
+        B = 1 if packed else B
+        columns = rows if packed else columns
+        left, right = bands(dice, rows, columns)
+        cu = sorted([0, *[dice.randint(0, rows) for _ in range(dice.randint(0, 4))], rows]) if packed else [0, rows]
+        ends = torch.tensor(cu, dtype=torch.int32) if packed else None
+        dtype = dice.choice((torch.bfloat16, torch.float16))
+        q = torch.randn(B, kv * group, rows, D).to(dtype)
+        k, v = (torch.randn(B, kv, columns, D).to(dtype) for _ in range(2))
+        groups = dice.choice((2, 3)) if D <= 96 or D == 128 else 2
+        monkeypatch.setattr(launcher, "consumer_groups", lambda *_, groups=groups: groups)
+        launched: list[Launch] = []
+        get("attention_varlen")  # loads the torch ops
+        with device.pretend("sm_90"), observe(launched.append):
+            options = ends, D**-0.5, 0.0, left, right, "ieee", "gluon"
+            o, lse = torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
+        (launch,) = [one for one in launched if one.kernel is forward._fwd]
+        assert launch.constants["RULES"].FLOAT == D
+        o.fill_(float("nan")), lse.fill_(float("nan"))
+        args = list(launch.args)
+        args[2] = list_of(cu, cu, 64 * groups, dice) if packed else None
+        programs = min(launch.grid[0], dice.randint(1, 4))
+        launch = Launch(launch.kernel, (programs,), tuple(args), launch.constants, launch.device)
+        for program in range(programs):
+            Kernel(launch, program, dice).run()
+        wanted, sums = exact_partial(q, k, v, cu if packed else None, left, right, D**-0.5)
+        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {groups} groups, {programs} programs, {dtype}"
+        assert o.dtype == torch.float32
+        assert left + right == 0 or (o != o.to(dtype)).any() or not o.any(), f"{said}: o was rounded"
+        torch.testing.assert_close(o.double(), wanted, atol=2e-2, rtol=2e-2, msg=lambda m, w=said: f"{w}: {m}")
+        torch.testing.assert_close(lse.double(), sums, atol=1e-4, rtol=1e-4, msg=lambda m, w=said: f"{w}: lse: {m}")
 
 
 def test_windows_that_three_groups_serve() -> None:
@@ -387,6 +445,27 @@ def test_products_with_masks_are_not_serialized(D: int, given: dict[str, Any], m
     said = said_of(found, tmp_path)
     assert "serial" not in said
     assert "C75" not in said
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("D", [64, 128])
+def test_partial_calls_are_not_serialized(D: int, tmp_path: Path) -> None:
+    """Float32 stores take no registers from the loops: forward spills nothing, and ptxas serialises no products."""
+    launched: list[Launch] = []
+    get("attention")  # loads the torch ops
+    with device.pretend("sm_90"), observe(launched.append):
+        q, k = (torch.empty(1, n, 8192, D, dtype=torch.bfloat16, device="meta") for n in (32, 8))
+        options = None, 0.1, 0.0, UNBOUNDED, 0, "ieee", "gluon"
+        o, lse = torch.ops.ridgeline.attention_partial_fwd(q, k, k, *options)
+        torch.ops.ridgeline.attention_partial_bwd(q, None, q, k, k, o, lse, *options)
+    some = [one for one in launched if "RULES" in one.constants and hasattr(one.constants["RULES"], "FLOAT")]
+    assert [one.constants["RULES"].FLOAT for one in some] == [D, D]
+    for one in some:
+        found = lab_inspect.of_launch(one, True)
+        said = said_of(found, tmp_path)
+        assert "serial" not in said
+        assert "C75" not in said
+        assert one.kernel is not forward._fwd or triton.__version__ != OWN or found.spill_loads == 0
 
 
 @pytest.mark.compiles

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 import ridgeline
+from attention_calls import bands, exact_partial
 from ranks import one_kernel_at_a_time, run_ranks
 from ridgeline.boundary import INTERPRETED
-from ridgeline.op import RidgelineError
+from ridgeline.op import RidgelineError, get
 from ridgeline.parallel import blocks, context, groups, packing, recurrence, ring, sequence, ways
 from ridgeline.parallel.rung import observed
 from ridgeline.parallel.traffic import context_traffic
+from ridgeline.select import why_not
 
 WAYS = {"ring": context.ring_attention, "gathered": context.gathered_attention, "ulysses": context.ulysses_attention}
 OPTIONS: list[dict[str, Any]] = [
@@ -279,6 +284,120 @@ def test_partial_results_leave_in_float32(device: str) -> None:
         assert found.dtype == torch.float32
         assert t.grad is not None
         torch.testing.assert_close(found.double(), t.grad, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("D", [16, 64, 72, 96, 128, 160, 200, 256])
+@pytest.mark.parametrize("impl", ["triton", "gluon"])
+def test_partial_calls_of_every_shape(impl: str, D: int, dtype: torch.dtype) -> None:
+    """o, lse, dq, dk and dv in float32, of any band, of packed sequences, and with o and lse over other keys too."""
+    dice = random.Random(D)
+    torch.manual_seed(D)
+    get("attention_varlen")  # loads the torch ops
+    least = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    for n in range(24):
+        packed, kv, group, B = n % 3 == 2, dice.choice((1, 2, 8)), dice.choice((1, 4)), dice.choice((1, 2))
+        rows, columns = [dice.choice((1, 64, 128)) * dice.randint(1, 12) for _ in range(2)]
+        B, columns = (1, rows) if packed else (B, columns)
+        left, right = bands(dice, rows, columns)
+        cu = sorted([0, *[dice.randint(0, rows) for _ in range(dice.randint(0, 4))], rows])
+        # A piece of a longer row, as the ring cuts it.
+        q, do = [torch.randn(B, kv * group, 2 * rows, D, device="cuda").to(dtype)[:, :, rows:] for _ in range(2)]
+        k, v = torch.randn(2, B, kv, 2 * columns, D, device="cuda").to(dtype)[:, :, :, columns:]
+        if why_not(get("attention").implementations[impl], q, k, v):
+            pytest.skip(f"{impl} does not take D {D} here")
+        wide = [t.double().requires_grad_() for t in (q, k, v)]
+        o, lse = exact_partial(*wide, cu if packed else None, left, right, D**-0.5)
+        more = torch.logaddexp(lse, torch.randn_like(lse).masked_fill(torch.rand_like(lse) < 0.2, -torch.inf))
+        share = (lse - more).exp().nan_to_num(0.0)[..., None]
+        merged = o * share + 0.5 * (1 - share).masked_fill((more == -torch.inf)[..., None], 0)
+        grads = torch.autograd.grad(merged, wide, do.double())
+        ends = torch.tensor(cu, dtype=torch.int32, device="cuda") if packed else None
+        options = ends, D**-0.5, 0.0, left, right, "ieee", impl
+        made = torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
+        given = do, None, q, k, v, merged.detach().float(), more.detach().float()
+        made += torch.ops.ridgeline.attention_partial_bwd(*given, *options)
+        again = torch.ops.ridgeline.attention_partial_bwd(*given, *options)
+        assert all(torch.equal(a, b) for a, b in zip(made[2:], again, strict=True)), "reruns differ"
+        some = lse != -torch.inf
+        assert torch.equal(made[1] == -torch.inf, ~some)
+        torch.testing.assert_close(made[1].double()[some], lse[some], atol=1e-4, rtol=1e-5)
+        for name, one, other in zip(("o", "dq", "dk", "dv"), (made[0], *made[2:]), (o, *grads), strict=True):
+            error = float((one.double() - other).norm() / (other.norm() + 1e-2 * math.sqrt(other.numel())))
+            assert one.dtype == torch.float32
+            assert error < least, f"{name} {tuple(q.shape)} of {columns}, {left=} {right=} {cu=}: {error}"
+
+
+def ring_on_one(
+    given: list[torch.Tensor], world: int, layout: str, left: int, right: int, ends: packing.Ends | None
+) -> list[torch.Tensor]:
+    """Returns o, dq, dk and dv of a ring whose ranks' blocks one device computes, one after the other."""
+    length, options = given[0].shape[2] // world, blocks.Given(given[0].shape[-1] ** -0.5, 0.0)
+    places = [sequence.starts(rank, world, length, layout) for rank in range(world)]
+    rows = [torch.cat([torch.arange(b, b + size) for b in begins]) for begins, size in places]
+    parts = [[t[:, :, own.to(t.device)] for t in given] for own in rows]
+    wide = torch.promote_types(given[0].dtype, torch.float32)
+    found = [torch.zeros_like(t, dtype=wide) for t in (given[0], *given[:3])]
+    for rank, (q, _, _, do) in enumerate(parts):
+        o, lse = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., 0], -torch.inf, dtype=wide)
+        seen = [
+            (source, piece)
+            for source in range(world)
+            for piece in packing.packed_pieces(places[rank][0], places[source][0], places[0][1], left, right, ends)
+        ]
+        for source, p in seen:
+            k, v = [t[:, :, p.k] for t in parts[source][1:3]]
+            blocks.merge(o[:, :, p.q], lse[:, :, p.q], *blocks.block_forward(q[:, :, p.q], k, v, p, options))
+        o = o.to(q.dtype)
+        found[0][:, :, rows[rank]] = o.to(wide)
+        for source, p in seen:
+            k, v = [t[:, :, p.k] for t in parts[source][1:3]]
+            own = do[:, :, p.q], None, q[:, :, p.q], k, v, o[:, :, p.q], lse[:, :, p.q]
+            to = rows[rank][p.q], rows[source][p.k], rows[source][p.k]
+            for whole, at, made in zip(found[1:], to, blocks.block_backward(*own, p, options), strict=True):
+                whole[:, :, at] += made
+    return [t.to(given[0].dtype) for t in found]
+
+
+RINGS = [
+    *product((2, 4, 8), sequence.LAYOUTS, [(None, 0), (None, None), (300, 0), (70, 200)], [None]),
+    *product((4,), sequence.LAYOUTS, [(None, 0), (None, None)], [(0, 100, 1000, 1001, 2048)]),
+]
+
+
+@pytest.mark.parametrize(("world", "layout", "window", "ends"), RINGS, ids=str)
+def test_a_ring_on_one_device_is_the_ring(world: int, layout: str, window: Any, ends: Any) -> None:
+    """What the next test runs, in float64 and PyTorch, on 1/64 of the tokens."""
+    given = [t[:1] for t in data(64, 16, 2, 1)]
+    left, right = [blocks.FREE if w is None else -(-w // 16) for w in window]
+    ends = None if ends is None else tuple(sorted({0, 3, 31, 32, 64}))
+    causal = {"causal": True} if right == 0 else {}
+    wanted = packed_alone(
+        [*given[:3], torch.full((2,), -torch.inf, dtype=torch.float64), given[3]],
+        False,
+        ends or (0, 64),
+        window=[None if w == blocks.FREE else w for w in (left, right)],
+        **causal,
+    )
+    found = ring_on_one(given, world, layout, left, right, ends)
+    torch.testing.assert_close(found, wanted[:4], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("world", "layout", "window", "ends"), RINGS, ids=str)
+def test_a_ring_on_a_gpu_is_as_exact_as_one_call(world: int, layout: str, window: Any, ends: Any) -> None:
+    """In bfloat16, by the kernels that serve: at most 1.05 times the error of one call."""
+    torch.manual_seed(0)
+    get("attention_varlen")
+    given = [torch.randn(1, n, 2048, 64, device="cuda").bfloat16() for n in (8, 2, 2, 8)]
+    left, right = [blocks.FREE if w is None else w for w in window]
+    wide = [t.double().requires_grad_() for t in given[:3]]
+    o, _ = exact_partial(*wide, None if ends is None else list(ends), left, right, 0.125)
+    oracle = [o.detach(), *torch.autograd.grad(o, wide, given[3].double())]
+    one = errors(ring_on_one(given, 1, "plain", left, right, ends), oracle)
+    found = errors(ring_on_one(given, world, layout, left, right, ends), oracle)
+    assert all(r <= 1.05 * o for r, o in zip(found, one, strict=True)), (found, one)
 
 
 def test_a_stale_key_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

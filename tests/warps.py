@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import triton
 
+from ridgeline.cuda import TensorMap
+
 
 class Turns:
     """Threads that run one at a time; `until` hands over to a random one whose wait is over."""
@@ -140,6 +142,28 @@ class Pointer:
         return Pointer(self.t, self.at + more)
 
 
+def box(desc: Any, at: Any) -> torch.Tensor:
+    """Returns the part of a tensor map's tensor that a box covers; of a ragged map, it ends with the sequence."""
+    if len(at) < 5:
+        t, ends = desc.base.as_strided(desc.shape, desc.strides), [i + n for i, n in zip(at, desc.block_shape)]
+        return t[tuple([slice(i, end) for i, end in zip(at, ends)])]
+    _, end, head, last, column = at  # see TensorMap
+    row, left = end + last - TensorMap.FAR, max(0, min(desc.block_shape[3], TensorMap.FAR - last))
+    return desc.base[None, :, head : head + 1, row : row + left, column : column + desc.block_shape[4]]
+
+
+def list_of(mine: list[int], others: list[int], size: int, dice: random.Random) -> torch.Tensor:
+    """Returns `list_tiles`'s list for tiles of so many rows; mine, others: cu_seqlens. Sequences come in any order."""
+    tiles = []
+    order = list(range(len(mine) - 1))
+    dice.shuffle(order)
+    for n in order:
+        count = -(-(mine[n + 1] - mine[n]) // size)
+        facts = count, mine[n], mine[n + 1] - mine[n], others[n], others[n + 1] - others[n], n, 0
+        tiles += [(len(tiles), *facts)] * count
+    return torch.tensor([0, len(tiles), *[0] * 6, *[x for fields in tiles for x in fields]], dtype=torch.int32)
+
+
 def nbytes(desc: Any) -> int:
     size = desc.base.element_size()
     for n in desc.block_shape:
@@ -210,16 +234,14 @@ def language(turns: Turns) -> dict[str, Any]:
         return turns.me.products[-1]
 
     def load(source: Any, at: list[int], ready: Barrier, tile: Shared) -> None:
-        t = source.base.as_strided(source.shape, source.strides)
         tile.held.zero_()
-        here = t[tuple([slice(i, i + n) for i, n in zip(at, source.block_shape)])]
+        here = box(source, at)
         tile.held[tuple([slice(n) for n in here.shape])] = here
         turns.until(lambda: True)
         ready.come(0, -nbytes(source))
 
     def put(target: Any, at: list[int], tile: Shared) -> None:
-        t = target.base.as_strided(target.shape, target.strides)
-        there = t[tuple([slice(i, i + n) for i, n in zip(at, target.block_shape)])]
+        there = box(target, at)
         held = tile.held.view(target.block_shape)
         turns.me.stores.append(lambda: there.copy_(held[tuple([slice(n) for n in there.shape])]))
 

@@ -186,7 +186,7 @@ def ring_attention(
     sequence. The ring stops after the last rank that a sequence reaches.
     causal, window, scale, softcap, sinks, return_lse: as in `attention`, over positions in the whole sequence. A rank's
     gradient of sinks is that of its own queries, as of any weight.
-    On a GPU, blocks run in the Triton kernels: those for Hopper round partial results.
+    On a GPU, blocks run in `attention`'s kernels, on Hopper in `gluon`.
     Raises RidgelineError, on every rank, if the arguments do not match the above or each other. On a GPU the ranks
     compare their calls only with RIDGELINE_CHECK=1.
     """

@@ -36,7 +36,7 @@ def _backward(
 
 
 def _partial(q: Any, k: Any, v: Any, *rest: Any) -> int:
-    cu, scale, softcap, left, right, _ = rest
+    cu, scale, softcap, left, right, *_ = rest
     return count(q, k, None, cu, None, Options(scale, softcap, left, right, False, 0))
 
 

@@ -23,10 +23,10 @@ from ridgeline.select import run
 OPS: dict[bool, Op] = {}  # by whether sequences are packed
 
 
-def _like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _like(t: torch.Tensor) -> torch.Tensor:
     """Allocates a result in t's order of dimensions: heads within tokens if t has them so."""
     order = (0, 2, 1, 3) if t.stride(1) < t.stride(2) else (0, 1, 2, 3)
-    return torch.empty_permuted(t.shape, order, dtype=dtype or t.dtype, device=t.device)
+    return torch.empty_permuted(t.shape, order, dtype=t.dtype, device=t.device)
 
 
 _OPTIONS = (
@@ -77,20 +77,20 @@ def _fill(grads: tuple[Any, ...], do: torch.Tensor, dlse: Any, *rest: Any) -> No
     run(OPS[rest[6] is not None], "bwd", rest[-1], grads, do, dlse, *rest[:-1])
 
 
-# For results that are sums of several calls' (ring attention): o and the gradients leave in float32. Only the Triton
-# kernels store so; those for Hopper put q's dtype where q was. left and right may be negative.
-_PARTIAL = "Tensor? cu, float scale, float softcap, int left, int right, str precision"
+# For results that are sums of several calls' (ring attention): o and the gradients leave in float32, contiguous. left
+# and right may be negative.
+_PARTIAL = "Tensor? cu, float scale, float softcap, int left, int right, str precision, str? impl=None"
 
 
 @kernel_op(f"attention_partial_fwd(Tensor q, Tensor k, Tensor v, {_PARTIAL}) -> (Tensor, Tensor)")
 def _partial_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor | None, scale: float, softcap: float,
-    left: int, right: int, precision: str,
+    left: int, right: int, precision: str, impl: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns o and lse, both float32, where query i sees the keys i - left to i + right."""
-    o, lse = _like(q, torch.float32), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    o, lse = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, q.shape[:3])]
     given: tuple[Any, ...] = (None, cu, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
-    run(OPS[cu is not None], "fwd", "triton", (o, lse), q, k, v, *given)
+    run(OPS[cu is not None], "fwd", impl, (o, lse), q, k, v, *given)
     return o, lse
 
 
@@ -101,12 +101,13 @@ def _partial_forward(
 def _partial_backward(
     do: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor,
     lse: torch.Tensor, cu: torch.Tensor | None, scale: float, softcap: float, left: int, right: int, precision: str,
+    impl: str | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Returns dq, dk and dv in float32, of o and lse over more keys than these."""
-    grads = tuple([_like(t, torch.float32) for t in (q, k, v)])
+    grads = tuple([torch.empty(t.shape, dtype=torch.float32, device=q.device) for t in (q, k, v)])
     given: tuple[Any, ...] = (None, cu, None, None, scale, softcap, left, right, False, 0, 0, 0, precision)
     outputs: Any = (*grads, None)
-    run(OPS[cu is not None], "bwd", "triton", outputs, do, dlse, q, k, v, o, lse, *given, True)
+    run(OPS[cu is not None], "bwd", impl, outputs, do, dlse, q, k, v, o, lse, *given, True)
     return grads
 
 

@@ -37,24 +37,32 @@ from ridgeline.ops.attention.hopper.products import (
     pairs_to_operand,
     start_scores,
     start_sums,
+    store_sums,
 )
 from ridgeline.tiles.hopper import make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
 
 @gluon.jit
-def store_keys(ME: gl.constexpr, out, sums, memory, work):
-    """Stores dK or dV of a group's keys, through its values' shared memory, which only it reads."""
-    room = flat(memory.v.tiles.index(ME))
-    D: gl.constexpr = sums.main.shape[1]
-    if len(sums.rest) > 0:
-        room.slice(0, D, 1).store(sums.main.to(out.dtype))
-        room.slice(D, sums.rest[0].shape[1], 1).store(sums.rest[0].to(out.dtype))
+def store_keys(ME: gl.constexpr, out, sums, memory, work, scheduler):
+    """Stores dK or dV of a group's keys, through its values' shared memory, which only it reads.
+
+    With FLOAT they leave the registers in float32 for a contiguous tensor."""
+    row = work.k_start + ME * ROWS
+    FLOAT: gl.constexpr = scheduler.RULES.FLOAT
+    if FLOAT:
+        store_sums(out + work.key_number(row, scheduler.columns) * FLOAT, sums, work.scheduler.columns - row, FLOAT)
     else:
-        room.store(sums.main.to(out.dtype))
-    fence_async_shared()
-    store(out, work.keys(work.k_start + ME * ROWS), memory.v.tiles.index(ME))
-    tma.store_wait(0)
+        room = flat(memory.v.tiles.index(ME))
+        D: gl.constexpr = sums.main.shape[1]
+        if len(sums.rest) > 0:
+            room.slice(0, D, 1).store(sums.main.to(out.dtype))
+            room.slice(D, sums.rest[0].shape[1], 1).store(sums.rest[0].to(out.dtype))
+        else:
+            room.store(sums.main.to(out.dtype))
+        fence_async_shared()
+        store(out, work.keys(row), memory.v.tiles.index(ME))
+        tma.store_wait(0)
 
 
 @gluon.jit
@@ -161,7 +169,7 @@ def key_consumer(ME: gl.constexpr, dk_out, dv_out, shares, memory, scheduler):
     half the registers. With REST, D is half of a tile's columns plus at most REST, and dK and dV are in two parts.
     """
     REST: gl.constexpr = scheduler.RULES.REST
-    WIDE: gl.constexpr = dk_out.block_type.shape[-1]
+    WIDE: gl.constexpr = memory.k.tiles.type.shape[-1]
     D: gl.constexpr = WIDE // 2 if REST else WIDE
     zero = gl.zeros([ROWS, ROWS], gl.float32, sums_layout(ROWS))
     own: gl.constexpr = operand_layout(sums_layout(ROWS))
@@ -183,8 +191,8 @@ def key_consumer(ME: gl.constexpr, dk_out, dv_out, shares, memory, scheduler):
         mbarrier.wait(memory.v.ready, n & 1)  # in case there was no block
         mbarrier.arrive(memory.k.free, count=1)
         if work.share < 0:
-            store_keys(ME, dv_out, dv, memory, work)
-            store_keys(ME, dk_out, scale_sums(dk, scheduler.scale), memory, work)
+            store_keys(ME, dv_out, dv, memory, work, scheduler)
+            store_keys(ME, dk_out, scale_sums(dk, scheduler.scale), memory, work, scheduler)
         elif scheduler.SPLIT:
             store_shares(ME, shares, dk, dv, work, WIDE)
         mbarrier.arrive(memory.v.free, count=1)
@@ -228,10 +236,12 @@ def _bwd(order, listed, shares, maps, sizes, scale, RULES: gl.constexpr):
 
 def start(
     programs: int, rest: int, options: tuple[bool, bool, bool, int, int, bool], order: Any, listed: Any, shares: Any,
-    maps: Any, sizes: Any, scale: Any
+    maps: Any, sizes: Any, scale: Any, last: tuple[bool, int]
 ) -> None:  # fmt: skip
-    """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order."""
+    """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order.
+
+    last: PREFIX and FLOAT."""
     tight = maps[0].box[-1] == 128
-    rules = Rules(*options, tight, not tight, 2 if tight else 4, rest)
+    rules = Rules(*options, tight, not tight, 2 if tight else 4, rest, *last)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd, (programs,), order, listed, shares, *bundles, RULES=rules, num_warps=4, maxnreg=128)

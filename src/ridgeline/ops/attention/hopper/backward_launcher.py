@@ -6,6 +6,8 @@ pieces for the GPU, some or all are split: each program has some of the queries,
 Packed sequences' pieces come from a list (packed_tiles.py), the longest sequences first.
 """
 
+from typing import Any
+
 import torch
 import triton
 
@@ -26,6 +28,7 @@ def bwd(
 ) -> None:  # fmt: skip
     """Fills dq, dk, dv and, unless it is None, dsinks; see `attention_bwd` in common/kernels.py.
 
+    dk and dv of float32 must be contiguous.
     No block of queries has rows of two packed sequences: a sequence's first block is cu // 64 + the sequence's number.
     """
     do = do if whole(do) else do.clone(memory_format=torch.contiguous_format)
@@ -46,13 +49,16 @@ def bwd(
     facts, programs = (longest, span, deterministic, ahead, back, packed), device.of(q).multiprocessors
     section, down = head_section(q, k, *facts)
     box, room = (1, 1, 1) if packed else (1, 1), 32 if wide > 128 else min(wide, 64)
-    maps = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in (q, k, v, do, dk, dv)]
+    single = dk.dtype != q.dtype
+    tiled = (q, k, v, do) if single else (q, k, v, do, dk, dv)
+    maps: list[Any] = [TensorMap(t, (*box, 64, wide), min(128, 2 * wide), packed) for t in tiled]
+    maps += [dk, dv] if single else []
     maps += [TensorMap(sums, (1, 2 * room, 32), 128), TensorMap(tops, (1, 64)), TensorMap(deltas, (1, 64))]
     shift = int(bottom) if packed else columns - rows if bottom else 0
     # Pieces that stay whole, parts of each of the others, and the parts' dK and dV in float32.
     entire, parts, apart, shares = key_heads * most, 1, 1, None
     if not packed and wide <= 128:
-        entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs)
+        entire, parts = split_work(most, key_heads, down, group, tiles, shift, left, right, wide, programs, prefix)
         if not entire and ahead and not back:
             apart = heads_apart(key_heads * most, group, parts, programs)
     if apart > 1:
@@ -61,8 +67,8 @@ def bwd(
     pieces = entire + left_over * parts
     if left_over:
         shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
-    sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, left, right
-    inputs = maps, sizes, (scale, scale * LOG2E)
+    sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, prefix or left, right
+    inputs = maps, sizes, (scale, scale * LOG2E), (prefix > 0, D if single else 0)
     options = back, ahead, down, group // apart, apart, deterministic
     if wide > 128:
         backward_wide.start_wide(pieces, options, order, listed, *inputs)

@@ -15,7 +15,9 @@ KEYS = gl.constexpr(2)  # groups that read tiles of keys: 64 keys each up to D 1
 
 
 class Maps(NamedTuple):
-    """Tensor maps: of inputs and results, of dQ's sums, and of a number per query, lse and delta."""
+    """Tensor maps: of inputs and results, of dQ's sums, and of a number per query, lse and delta.
+
+    With FLOAT, dk and dv are the tensors."""
 
     q: Any
     k: Any

@@ -13,7 +13,7 @@ from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
 @lru_cache(1024)
 def split_work(
     most: int, heads: int, down: bool, group: int, tiles: int, shift: int, left: int, right: int, wide: int,
-    programs: int
+    programs: int, prefix: int = 0
 ) -> tuple[int, int]:  # fmt: skip
     """Returns how many pieces, of `most` per head, stay whole, and into how many parts each of the others is split.
 
@@ -24,7 +24,9 @@ def split_work(
     the whole GPU, and the kernel that adds the parts 320 / wide. At most eight parts per program bound the memory.
     """
     # The blocks of queries that see a piece, as in `WorkScheduler.work`.
-    ends = [(n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)]
+    ends = [
+        (0 if n * 128 < prefix else n * 128 - right - shift, n * 128 + 127 + left - shift + 64) for n in range(most)
+    ]
     lengths = [max(0, min(tiles, high // 64) - max(low, 0) // 64) for low, high in ends]
     longest, even, pieces = max(lengths), min(lengths) == max(lengths), most * heads
     rounds = pieces // programs if even else 0

@@ -24,7 +24,14 @@ from ridgeline.ops.attention.hopper.backward_dq import announcer, dq_consumer, m
 from ridgeline.ops.attention.hopper.backward_pipeline import Buffer, Maps, Memory, make_queue, make_row_ring, producer
 from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, read_work
 from ridgeline.ops.attention.hopper.pipeline import ROWS, Ring, ring_place
-from ridgeline.ops.attention.hopper.products import pack_pairs, pairs_to_float, pairs_to_operand, start_scores
+from ridgeline.ops.attention.hopper.products import (
+    Sums,
+    pack_pairs,
+    pairs_to_float,
+    pairs_to_operand,
+    start_scores,
+    store_sums,
+)
 from ridgeline.tiles.hopper import make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
@@ -48,8 +55,9 @@ def from_order(ordered, like):
 @gluon.jit
 def value_consumer(dv_out, memory, given, scheduler):
     """The first group: the probabilities, which it passes on, and dV."""
-    D: gl.constexpr = dv_out.block_type.shape[-1]
-    dtype: gl.constexpr = dv_out.dtype
+    D: gl.constexpr = memory.v.tiles.type.shape[-1]
+    FLOAT: gl.constexpr = scheduler.RULES.FLOAT
+    dtype: gl.constexpr = memory.v.tiles.dtype
     s_layout: gl.constexpr = sums_layout(ROWS)
     d_layout: gl.constexpr = sums_layout(D // 2)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
@@ -80,21 +88,26 @@ def value_consumer(dv_out, memory, given, scheduler):
             memory.q.release(done)
             dv = warpgroup_mma_wait(0, deps=(dv_next,))
             memory.do.release(done)
-        total = scheduler.RULES.GROUP * work.blocks
-        memory.do.await_free(total)  # memory that nobody will fill
-        place, _ = ring_place(total, memory.do.SIZE)
-        flat(memory.do.tiles.index(place)).store(dv.to(dtype))
-        fence_async_shared()
-        store(dv_out, work.keys(work.k_start), memory.do.tiles.index(place))
-        tma.store_wait(0)
+        if FLOAT:
+            to = dv_out + work.key_number(work.k_start, scheduler.columns) * FLOAT
+            store_sums(to, Sums(dv, ()), work.scheduler.columns - work.k_start, FLOAT)
+        else:
+            total = scheduler.RULES.GROUP * work.blocks
+            memory.do.await_free(total)  # memory that nobody will fill
+            place, _ = ring_place(total, memory.do.SIZE)
+            flat(memory.do.tiles.index(place)).store(dv.to(dtype))
+            fence_async_shared()
+            store(dv_out, work.keys(work.k_start), memory.do.tiles.index(place))
+            tma.store_wait(0)
 
 
 @gluon.jit
 def wide_key_consumer(dk_out, memory, given, scheduler):
     """The second group: dS from the given probabilities, and dK."""
-    D: gl.constexpr = dk_out.block_type.shape[-1]
+    D: gl.constexpr = memory.k.tiles.type.shape[-1]
+    FLOAT: gl.constexpr = scheduler.RULES.FLOAT
     STAGES: gl.constexpr = memory.ds.tiles.type.shape[0]
-    dtype: gl.constexpr = dk_out.dtype
+    dtype: gl.constexpr = memory.k.tiles.dtype
     s_layout: gl.constexpr = sums_layout(ROWS)
     d_layout: gl.constexpr = sums_layout(D // 2)
     zero = gl.zeros([ROWS, ROWS], gl.float32, s_layout)
@@ -124,10 +137,14 @@ def wide_key_consumer(dk_out, memory, given, scheduler):
             dk_next = warpgroup_mma(gl.convert_layout(ds, operand_layout(d_layout)), q, dk, is_async=True)
             dk = warpgroup_mma_wait(0, deps=(dk_next,))
             memory.q.release(done)
-        v.store((dk * scheduler.scale).to(dtype))  # in v's place, which only this group reads
-        fence_async_shared()
-        store(dk_out, work.keys(work.k_start), memory.v.tiles.index(0))
-        tma.store_wait(0)
+        if FLOAT:
+            to = dk_out + work.key_number(work.k_start, scheduler.columns) * FLOAT
+            store_sums(to, Sums(dk * scheduler.scale, ()), work.scheduler.columns - work.k_start, FLOAT)
+        else:
+            v.store((dk * scheduler.scale).to(dtype))  # in v's place, which only this group reads
+            fence_async_shared()
+            store(dk_out, work.keys(work.k_start), memory.v.tiles.index(0))
+            tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["sizes"])
@@ -169,8 +186,11 @@ def start_wide(
     maps: Any,
     sizes: Any,
     scale: Any,
+    last: tuple[bool, int],
 ) -> None:
-    """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order."""
-    rules = Rules(*options, False, False, 2, 0)
+    """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order.
+
+    last: PREFIX and FLOAT."""
+    rules = Rules(*options, False, False, 2, 0, *last)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd_wide, (programs,), order, listed, *bundles, RULES=rules, num_warps=4, maxnreg=128)

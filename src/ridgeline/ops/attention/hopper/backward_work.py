@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     tiles: Any  # blocks of queries per head; if packed, an upper bound, or those of one sequence
     columns: Any
     shift: Any  # of the diagonal; for packed sequences 1 if it ends at the last key
-    window_left: Any
+    window_left: Any  # with PREFIX the first keys, which all queries see
     window_right: Any
 
 
@@ -47,6 +47,8 @@ class Rules(NamedTuple):
     STAY: bool  # whether programs take several pieces
     STAGES: int  # of the rings
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
+    PREFIX: bool = False  # whether all queries see a number of first keys; without LEFT
+    FLOAT: int = 0  # D if dK and dV leave in float32, which the registers store; 0 if they have k's dtype
 
 
 @aggregate
@@ -134,6 +136,8 @@ class WorkScheduler:
         low, high = 0, self.tiles
         if self.RULES.RIGHT:
             low = gl.minimum(gl.maximum(n - self.window_right - self.shift, 0) // ROWS, self.tiles)
+            if self.RULES.PREFIX:
+                low = gl.where(n < self.window_left, 0, low)
         if self.RULES.LEFT:
             high = gl.minimum(high, gl.maximum(n + self.SPAN - 1 + self.window_left - self.shift + ROWS, 0) // ROWS)
         many = gl.maximum(high - low, 0)
@@ -213,6 +217,15 @@ class Work:
         return at
 
     @gluon.jit
+    def key_number(self, row, tokens):
+        """Returns a key's number over all heads of `tokens` keys, 64 bits."""
+        head = self.batch * (self.scheduler.heads // self.scheduler.RULES.GROUP) + self.head
+        first = (head // self.scheduler.RULES.APART).to(gl.int64) * tokens
+        if self.scheduler.PACKED:
+            first += self.k_offset
+        return first + row
+
+    @gluon.jit
     def block(self, n):
         """Returns the n-th block of queries of a head."""
         if not self.scheduler.RULES.DOWN:
@@ -245,6 +258,8 @@ class Work:
             high = gl.cdiv(self.scheduler.columns, SPAN) - 1
             if self.scheduler.RULES.RIGHT:
                 last = (block + 1) * ROWS - 1 + shift + self.scheduler.window_right
+                if self.scheduler.RULES.PREFIX:
+                    last = gl.maximum(last, self.scheduler.window_left - 1)
                 high = gl.minimum(high, last // SPAN)
             found = high - me
         else:
@@ -268,7 +283,11 @@ class Work:
                 seen = seen & (j <= i + right)
         elif self.scheduler.RULES.RIGHT:
             # One comparison each, with a key's first query; two such limits, for a window, would spill registers.
-            seen = i >= gl.where(j < columns, j - right - self.scheduler.shift, 0x7FFFFFFF)
+            if self.scheduler.RULES.PREFIX:
+                first = gl.where(j < self.scheduler.window_left, 0, j - right - self.scheduler.shift)
+                seen = i >= gl.where(j < columns, first, 0x7FFFFFFF)
+            else:
+                seen = i >= gl.where(j < columns, j - right - self.scheduler.shift, 0x7FFFFFFF)
         else:
             seen = j < columns
         return gl.where(seen, p, 0.0)
@@ -280,7 +299,11 @@ class Work:
         shift = self.scheduler.shift
         found = self.k_start + SPAN > self.scheduler.columns
         if self.scheduler.RULES.RIGHT:
-            found = found | (row + shift + self.scheduler.window_right < self.k_start + SPAN - 1)
+            if self.scheduler.RULES.PREFIX:
+                beyond = row + shift + self.scheduler.window_right < self.k_start + SPAN - 1
+                found = found | (beyond & (self.k_start + SPAN > self.scheduler.window_left))
+            else:
+                found = found | (row + shift + self.scheduler.window_right < self.k_start + SPAN - 1)
         if self.scheduler.RULES.LEFT:
             found = found | (row + ROWS - 1 + shift - self.scheduler.window_left > self.k_start)
         return found

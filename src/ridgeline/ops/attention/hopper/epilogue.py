@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ridgeline.ops.attention.hopper.pipeline import ROWS
-from ridgeline.ops.attention.hopper.products import Sums
+from ridgeline.ops.attention.hopper.products import Sums, store_sums
 from ridgeline.tiles.hopper import store
 from ridgeline.tiles.warpgroup import rescale
 
@@ -20,6 +20,16 @@ def add_sink(row_sum, row_max, sink):
 
 
 @gluon.jit
+def first_row(tile, scheduler):
+    """Returns the number of the first row of a tile's head, or packed sequence, over all heads; 64 bits."""
+    if scheduler.PACKED:
+        first = tile.head.to(gl.int64) * scheduler.rows + tile.start
+    else:
+        first = (tile.start * scheduler.heads + tile.head).to(gl.int64) * scheduler.rows
+    return first
+
+
+@gluon.jit
 def store_lse(lse, sinks, row_max, row_sum, row, tile, scheduler):
     """Stores the rows' lse, -inf for rows that see no key or sink, and returns the divisors of their sums of values."""
     rows: gl.constexpr = row_max.type.layout
@@ -30,11 +40,7 @@ def store_lse(lse, sinks, row_max, row_sum, row, tile, scheduler):
     divisor = gl.where(some, divisor, 1.0)
     i = row + gl.arange(0, ROWS, rows)
     sums = gl.where(some, (row_max + gl.log2(divisor)) * 0.6931471805599453, float("-inf"))
-    if scheduler.PACKED:
-        first = tile.head.to(gl.int64) * scheduler.rows + tile.start
-    else:
-        first = (tile.start * scheduler.heads + tile.head).to(gl.int64) * scheduler.rows
-    gl.store(lse + first + i, sums, mask=i < tile.length)
+    gl.store(lse + first_row(tile, scheduler) + i, sums, mask=i < tile.length)
     if sinks is not None:
         divisor = divisor / rescale  # infinite if the sink is all that counts
     return divisor
@@ -42,21 +48,30 @@ def store_lse(lse, sinks, row_max, row_sum, row, tile, scheduler):
 
 @gluon.jit
 def store_output(acc, divisor, ring, n, row, tile, out, scheduler):
-    """Stores o = acc / divisor through the place of the n-th tile of q, and releases it. Returns o."""
+    """Stores o = acc / divisor through the place of the n-th tile of q, and releases it. Returns o.
+
+    With FLOAT, the true D, o leaves the registers in float32 for a contiguous tensor."""
     where = ring.tile(n)  # q's place, now free
     main = rescale(acc.main, 1.0 / divisor)
     D: gl.constexpr = main.shape[1]
+    FLOAT: gl.constexpr = scheduler.RULES.FLOAT
     if len(acc.rest) > 0:
         rest = rescale(acc.rest[0], 1.0 / divisor)
         others = (rest,)
-        where.slice(0, D, 1).store(main.to(out.dtype))
-        where.slice(D, rest.shape[1], 1).store(rest.to(out.dtype))
+        if not FLOAT:
+            where.slice(0, D, 1).store(main.to(out.dtype))
+            where.slice(D, rest.shape[1], 1).store(rest.to(out.dtype))
     else:
         others = ()
-        where.store(main.to(out.dtype))
-    fence_async_shared()
-    at = scheduler.coordinates(tile.head, row, tile.start, tile.length)
-    store(out, at, ring.tiles.index(n % ring.SIZE))
-    tma.store_wait(0)
+        if not FLOAT:
+            where.store(main.to(out.dtype))
+    sums = Sums(main, others)
+    if FLOAT:
+        store_sums(out + (first_row(tile, scheduler) + row) * FLOAT, sums, tile.length - row, FLOAT)
+    else:
+        fence_async_shared()
+        at = scheduler.coordinates(tile.head, row, tile.start, tile.length)
+        store(out, at, ring.tiles.index(n % ring.SIZE))
+        tma.store_wait(0)
     ring.release(n)
-    return Sums(main, others)
+    return sums

@@ -36,7 +36,7 @@ from ridgeline.tiles.warpgroup import operand_layout, rescale, sums_layout, unif
 
 
 class Maps(NamedTuple):
-    """Tensor maps, whose boxes are tiles."""
+    """Tensor maps, whose boxes are tiles; with FLOAT, o is the tensor."""
 
     q: Any
     k: Any
@@ -292,7 +292,7 @@ def consumer(ME: gl.constexpr, out, lse, sinks, rings, scheduler):
     REST: gl.constexpr = scheduler.RULES.REST
     BN: gl.constexpr = scheduler.RULES.BN
     AHEAD: gl.constexpr = rings.q.SIZE > GROUPS
-    WIDE: gl.constexpr = out.block_type.shape[-1]
+    WIDE: gl.constexpr = rings.q.tiles.type.shape[-1]
     D: gl.constexpr = WIDE // 2 if REST else WIDE
     zero = gl.zeros([ROWS, BN], gl.float32, sums_layout(BN))
     acc = no_sums(ROWS, D, REST)

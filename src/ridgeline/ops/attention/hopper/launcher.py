@@ -22,10 +22,13 @@ def refusal(
     """
     q, *rest = rest[1:] if len(rest) > 16 else (x, *rest)
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 15 else rest
+    cu = None
     if len(rest) > 8:  # else public arguments
-        mask, _cu_q, _cu_k, _sinks, scale, softcap, _left, _right, _bottom, prefix, *_rest = rest
-    if mask is not None or softcap or prefix or (scale is not None and scale <= 0):
-        return "it takes no mask, no softcap, no prefix, and only a scale above 0"
+        mask, cu, _cu_k, _sinks, scale, softcap, _left, _right, _bottom, prefix, *_rest = rest
+    if mask is not None or softcap or (scale is not None and scale <= 0):
+        return "it takes no mask, no softcap, and only a scale above 0"
+    if prefix and (q.dim() == 3 or cu is not None):
+        return "it takes no prefix of packed sequences"
     if 128 < q.shape[-1] <= 192:  # padded to 256, slower than `triton`'s two parts
         return f"D must be at most 128 or above 192, got {q.shape[-1]}"
     if not (q.numel() and k.numel()):
@@ -43,7 +46,7 @@ def fwd(
     cu_q: torch.Tensor | None, cu_k: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, softcap: float,
     left: int, right: int, bottom: bool, prefix: int, max_q: int, max_k: int, precision: str
 ) -> None:  # fmt: skip
-    """Fills o and lse; see `attention_fwd` in common/kernels.py.
+    """Fills o and lse; see `attention_fwd` in common/kernels.py. A float32 o must be contiguous.
 
     For packed sequences max_q, or else their average length, decides the height of tiles.
     """
@@ -66,15 +69,19 @@ def fwd(
     else:
         shared = 4 * columns * D * k.shape[1] // heads  # bytes of keys and values per head of queries
         shift = columns - rows if bottom else 0
-        if ahead and not back and 0 <= shift + right <= columns - rows + high:  # else pairs are not equally heavy
+        if ahead and not (back or prefix) and 0 <= shift + right <= columns - rows + high:  # else pairs are uneven
             most = min((32 << 20) // max(1, shared), triton.cdiv(4 * programs, tiles))
             pairs = paired_heads(all_heads, tiles, programs, most, min((shift + right) // high, 8 * tiles))
         section = max(1, min(all_heads, (24 << 20) // max(1, shared)) if back else all_heads - 2 * pairs)
         count = all_heads * tiles
     rest, stages = column_parts(D)[1] if 64 < D <= 128 else 0, 4 if wide * BN <= 8192 else 2
-    masks = masked_blocks(high, BN, columns, shift, right, back, ahead, bottom, packed)
-    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks)
-    sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, left, right)
+    masks = masked_blocks(high, BN, columns, shift, right, back, ahead, bottom, packed, prefix)
+    single = o.dtype != q.dtype
+    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks, prefix > 0, D if single else 0)
+    edges = prefix or left, right
+    sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, *edges)
     box = (1, 1, 1) if packed else (1, 1)
-    maps = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in ((q, 64), (k, BN), (v, BN), (o, 64))]
+    tiled = (q, 64), (k, BN), (v, BN), *(() if single else ((o, 64),))
+    maps: list[Any] = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in tiled]
+    maps += [o] if single else []
     forward.start(min(count, programs), lse, sinks, listed, maps, sizes, scale * LOG2E, rules, options)

@@ -17,7 +17,10 @@ def hide(s, row, block, tile, scheduler):
     i = row + tile.shift + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
     last = 0 * i + tile.columns - 1
     if scheduler.RULES.RIGHT:
-        last = gl.minimum(last, i + scheduler.window_right)
+        edge = i + scheduler.window_right
+        if scheduler.RULES.PREFIX:
+            edge = gl.maximum(edge, scheduler.window_left - 1)
+        last = gl.minimum(last, edge)
     s = cut_columns(s, last - block * scheduler.RULES.BN)
     if scheduler.RULES.LEFT:
         s = hide_left(s, row, block, tile, scheduler)

@@ -98,3 +98,19 @@ def await_sums(pending, LATER: gl.constexpr):
         return Sums(main, (rest,))
     else:
         return Sums(warpgroup_mma_wait(LATER, deps=(pending.main,)), ())
+
+
+@gluon.jit
+def store_columns(to, x, limit, COLUMN: gl.constexpr, D: gl.constexpr):
+    """Stores a warpgroup's float32 sums from column COLUMN on, in rows of D; rows below `limit`."""
+    i = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))[:, None]
+    j = COLUMN + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
+    gl.store(to + (i * D + j), x, mask=(i < limit) & (j < D))
+
+
+@gluon.jit
+def store_sums(to, sums, limit, D: gl.constexpr):
+    """Stores a warpgroup's sums in float32, in contiguous rows of D columns; rows below `limit`."""
+    store_columns(to, sums.main, limit, 0, D)
+    if len(sums.rest) > 0:
+        store_columns(to, sums.rest[0], limit, sums.main.shape[1], D)

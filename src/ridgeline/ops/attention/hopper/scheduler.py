@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
     rows: Any  # queries per head, or tokens if packed
     columns: Any
     shift: Any  # of the diagonal; for packed sequences 1 if it ends at the last key
-    window_left: Any
+    window_left: Any  # with PREFIX the first keys, which all queries see
     window_right: Any
 
 
@@ -44,6 +44,8 @@ class Rules(NamedTuple):
     BN: int  # keys per block
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
     MASKS: int  # see mask.py
+    PREFIX: bool = False  # whether all queries see a number of first keys; without LEFT
+    FLOAT: int = 0  # D if o leaves in float32, which the registers store; 0 if it has q's dtype
 
 
 class Tile(NamedTuple):
@@ -180,7 +182,10 @@ class TileScheduler:
         BN: gl.constexpr = self.RULES.BN
         high = gl.cdiv(columns, BN)
         if self.RULES.RIGHT:
-            high = gl.minimum(high, gl.maximum(row + self.BM - 1 + shift + self.window_right + BN, 0) // BN)
+            last = gl.maximum(row + self.BM - 1 + shift + self.window_right + BN, 0) // BN
+            if self.RULES.PREFIX:
+                last = gl.maximum(last, gl.cdiv(self.window_left, BN))
+            high = gl.minimum(high, last)
         low = 0
         if self.RULES.LEFT:
             low = gl.maximum(row + shift - self.window_left, 0) // BN
@@ -202,6 +207,8 @@ class TileScheduler:
         high = tile.high
         if self.RULES.RIGHT and (self.RULES.MASKS == 2 or self.BM > BN):
             last = gl.maximum(row + ROWS - 1 + tile.shift + self.window_right + BN, 0) // BN
+            if self.RULES.PREFIX:
+                last = gl.maximum(last, gl.cdiv(self.window_left, BN))
             high = gl.minimum(gl.maximum(last, tile.low + 1), high)
         return high
 
@@ -211,7 +218,10 @@ class TileScheduler:
         BN: gl.constexpr = self.RULES.BN
         high = tile.columns // BN
         if self.RULES.RIGHT:
-            high = gl.minimum(high, gl.maximum(row + tile.shift + self.window_right + 1, 0) // BN)
+            seen = gl.maximum(row + tile.shift + self.window_right + 1, 0)
+            if self.RULES.PREFIX:
+                seen = gl.maximum(seen, self.window_left)
+            high = gl.minimum(high, seen // BN)
         if self.RULES.LEFT:
             low = gl.cdiv(gl.maximum(row + ROWS - 1 + tile.shift - self.window_left, 0), BN)
         return low, high
@@ -262,9 +272,12 @@ def paired_heads(heads: int, tiles: int, programs: int, most: int, more: int) ->
 
 
 def masked_blocks(
-    BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool
-) -> int:
+    BM: int, BN: int, columns: int, shift: int, right: int, back: bool, ahead: bool, bottom: bool, packed: bool,
+    prefix: int = 0
+) -> int:  # fmt: skip
     """Returns `Rules.MASKS`: 1 or 3 if the causal edge, or the keys' end, is in the first block that a group sees."""
+    if prefix:
+        return 2
     if ahead and not (packed and bottom):  # packed sequences have different shifts
         return 2 if (shift + right) % (ROWS.value if BM > BN else BN) else 3 if back else 1
     if ahead or back:
