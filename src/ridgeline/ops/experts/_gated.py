@@ -142,7 +142,7 @@ def _fwd(
 
 
 class Undone(NamedTuple):
-    """dz (n, 2I); h (n, I), times the pair's weight; sums (n,), float32: the gradients of the weights."""
+    """dz (n, 2I); h (n, I), times the pair's weight, or None; sums (n,), float32: the gradients of the weights."""
 
     dz: Any
     h: Any
@@ -151,7 +151,7 @@ class Undone(NamedTuple):
 
 @triton.jit(do_not_specialize=["limit"])
 def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constexpr, BLOCK: tl.constexpr):
-    """dh (n, I): the gradient of h without the pair's weight. A program has one row."""
+    """dh (n, I): the gradient of h without the pair's weight. A program has one row. dz may lie in z, and h in dh."""
     r = tl.program_id(0).to(tl.int64)
     factor = tl.load(weights + tl.load(order + r)).to(tl.float32)
     factor = tl.where(r < tl.load(last_end), factor, 0.0)  # rows of no expert
@@ -165,7 +165,8 @@ def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constex
         h, by_gate, by_up = unit(gate, up, limit, OAI, z.dtype.element_ty)
         sums += d * h
         dtype = out.dz.dtype.element_ty
-        tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
+        if out.h is not None:
+            tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
         tl.store(out.dz + at_z, (d * factor * by_gate).to(dtype), mask=n < N)
         tl.store(out.dz + at_z + halves.up, (d * factor * by_up).to(dtype), mask=n < N)
     tl.store(out.sums + r, tl.sum(sums, 0))
@@ -203,7 +204,7 @@ def _tile(one: tuning.Config) -> tuning.Config:
 
 
 def ungated(
-    dz: torch.Tensor, h: torch.Tensor, sums: torch.Tensor, dh: torch.Tensor, z: torch.Tensor, weights: torch.Tensor,
+    dz: torch.Tensor, h: Maybe, sums: torch.Tensor, dh: torch.Tensor, z: torch.Tensor, weights: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, oai: bool, limit: float | None, interleaved: bool
 ) -> None:  # fmt: skip
     n, N = dh.shape
