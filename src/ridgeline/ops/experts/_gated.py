@@ -20,6 +20,7 @@ from ridgeline.ops.experts._products import (
     Rows,
     Sizes,
     Weights,
+    added,
     dot_precision,
     find,
     last_tiles,
@@ -55,12 +56,12 @@ def unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if OAI:
-        share, by_share = sigmoid_slope(g * ALPHA, dtype)
+        share, by_share = sigmoid_slope(g * ALPHA, dtype, limit is not None)
         # Not silu's product divided by ALPHA: an approximate division errs one way, in every element.
         y, slope = g * share, share + g * ALPHA * by_share
         u += 1.0
     else:
-        y, slope = silu_slope(g, dtype)
+        y, slope = silu_slope(g, dtype, limit is not None)
     by_gate, by_up = slope * u, y
     if limit is not None:
         by_gate = tl.where(gate > limit, 0.0, by_gate)
@@ -115,8 +116,8 @@ def _fwd(
                 left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
                 one = tl.load(at_w + here_w, mask=k[:, None] < K - start, other=0.0)
                 other = tl.load(at_w + further + here_w, mask=k[:, None] < K - start, other=0.0)
-            gate = tl.dot(left, one, gate, input_precision=PRECISION)
-            up = tl.dot(left, other, up, input_precision=PRECISION)
+            gate = added(gate, left, one, PRECISION)
+            up = added(up, left, other, PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w_k, tl.int64)
             if PRECISION == "ieee" and (start + BK) % 64 == 0:

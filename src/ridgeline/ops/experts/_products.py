@@ -90,6 +90,16 @@ def source(x, r):
 
 
 @triton.jit
+def added(acc, left, right, PRECISION: tl.constexpr):
+    """acc + left right. In "ieee" the product is summed on its own: a chain of float32 additions is as long as its depth.
+
+    By an fma, since the compiler makes one chain of a sum of products."""
+    if PRECISION == "ieee":
+        return tl.fma(tl.dot(left, right, input_precision=PRECISION), 1.0, acc)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def _fwd(
     y,
     x,
@@ -128,7 +138,7 @@ def _fwd(
             else:
                 left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
                 right = tl.load(at_w, mask=k[:, None] < K - start, other=0.0)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = added(acc, left, right, PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w.k, tl.int64)
             # Sums of sums: a single chain of many float32 additions has several times torch's error.

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.experts._products import Maybe, Rows, Sizes, Weights, bounds, dot_precision, source
+from ridgeline.ops.experts._products import Maybe, Rows, Sizes, Weights, added, bounds, dot_precision, source
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _bwd(
         here, inside = r < end, tl.minimum(r, end - 1)
         left = tl.load(at_a[None, :] + source(a, inside)[:, None] * a.row, mask=here[:, None], other=0.0)
         right = tl.load(at_b[None, :] + source(b, inside)[:, None] * b.row, mask=here[:, None], other=0.0)
-        acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
+        acc = added(acc, left.T, right, PRECISION)
         if PRECISION == "ieee" and (start + BR - begin) % 64 == 0:
             before += acc
             acc = tl.zeros((BM, BN), tl.float32)
