@@ -12,9 +12,9 @@ from ridgeline.lm.ledger import Ledger, account
 from ridgeline.op import get
 from ridgeline.ops.experts import _plain
 
-# 8192 tokens in bfloat16: experts, those of a token, H, I; and GiB at the peak, with dy: recorded on an H200 for torch's
-# layer, and for ours before its gradients shared memory.
-LAYERS = {"Mixtral": ((8, 2, 4096, 14336), 3.9, 5.6), "Qwen3": ((128, 8, 2048, 768), 2.3, 2.0)}
+# 8192 tokens in bfloat16: experts, those of a token, H, I; and MiB at the peak, recorded on an H200 (for Qwen3 rounded): of
+# torch's layer, and of ours before gradients shared memory.
+LAYERS = {"Mixtral": ((8, 2, 4096, 14336), 3904, 5632), "Qwen3": ((128, 8, 2048, 768), 2300, 2000)}
 
 
 def grouped(*given: torch.Tensor) -> torch.Tensor:
@@ -23,15 +23,12 @@ def grouped(*given: torch.Tensor) -> torch.Tensor:
 
 
 def peak(layer: Any, sizes: tuple[int, ...], card: str = "h200", T: int = 8192, keep: bool = False) -> int:
-    """Returns the bytes at the peak of a step beyond x, the experts and the weights of tokens."""
+    """Returns the bytes at the peak of a step beyond x, the experts, the weights of tokens and dy."""
     (E, k, H, I), dtype = sizes, torch.bfloat16
     with account(card) as ledger:
-        x, gate_up, down = (
-            torch.empty(s, dtype=dtype, requires_grad=True) for s in ((T, H), (E, 2 * I, H), (E, H, I))
-        )
+        x, gate_up, down = (torch.empty(s, dtype=dtype, requires_grad=True) for s in ((T, H), (E, 2 * I, H), (E, H, I)))
         weights, indices = torch.empty(T, k, requires_grad=True), torch.empty(T, k, dtype=torch.int64)
-        since = ledger.tick()
-        dy = torch.empty(T, H, dtype=dtype)
+        dy, since = torch.empty(T, H, dtype=dtype), ledger.tick()
         y = layer(x, weights, indices, gate_up, down)
         y.backward(dy, retain_graph=keep)
         found = most(ledger, since)
@@ -49,16 +46,16 @@ def most(ledger: Ledger, since: int) -> int:
 def test_a_step_takes_no_more_than_torchs(name: str) -> None:
     sizes, theirs, _ = LAYERS[name]
     counted = peak(grouped, sizes)
-    assert abs(counted / 2**30 / theirs - 1) < 0.05  # the count is right
+    assert abs(counted / 2**20 / theirs - 1) < 0.05  # the count is right
     assert peak(ridgeline.moe, sizes) <= counted
     assert peak(ridgeline.moe, sizes, "a100") <= counted
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_step_takes_z_and_the_gradients(name: str) -> None:
-    """Beside these: y, dy, dx, the rows of pairs where tokens are sorted, and indices of pairs."""
+    """Beside these: y, dx, the rows of pairs where tokens are sorted, and indices of pairs."""
     (E, k, H, I), T = LAYERS[name][0], 8192
-    least = 2 * (E * 3 * I * H + T * k * 2 * I + 3 * T * H)
+    least = 2 * (E * 3 * I * H + T * k * 2 * I + 2 * T * H)
     indices = 1 << 20 if name == "Mixtral" else 2 << 20
     assert peak(ridgeline.moe, LAYERS[name][0]) <= least + 2 * T * k * H + indices
     assert peak(ridgeline.moe, LAYERS[name][0], "a100") <= least + indices
@@ -68,7 +65,7 @@ def test_a_kept_graph_costs_dz_only() -> None:
     sizes, _, before = LAYERS["Mixtral"]
     z = 2 * 8192 * 2 * 2 * 14336
     assert peak(ridgeline.moe, sizes, keep=True) == peak(ridgeline.moe, sizes) + z
-    assert peak(ridgeline.moe, sizes, keep=True) < before * 2**30
+    assert peak(ridgeline.moe, sizes, keep=True) < before * 2**20
 
 
 def layer(dtype: torch.dtype, device: str, T: int = 13, E: int = 3, k: int = 2, H: int = 24, I: int = 17) -> Any:
@@ -153,11 +150,12 @@ def test_a_step_on_this_gpu(name: str) -> None:
     weights = torch.rand(T, k, device="cuda", requires_grad=True)
     indices = torch.rand(T, E, device="cuda").topk(k, 1).indices
     counted = peak(ridgeline.moe, LAYERS[name][0], "h200" if torch.cuda.get_device_capability() == (9, 0) else "a100")
+    dy = torch.randn_like(x)
     for _ in range(4):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         y = ridgeline.moe(x, weights, indices, gate_up, down)
-        torch.autograd.grad(y, (x, weights, gate_up, down), torch.randn_like(y))
+        torch.autograd.grad(y, (x, weights, gate_up, down), dy)
         found = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
         assert abs(found / counted - 1) < 0.02
         del y

@@ -34,7 +34,7 @@ def exact_exp(x, dtype: tl.constexpr):
 
 @triton.jit
 def rounded_exp(x):
-    """exp for float32 x <= 0, to an ulp. Equal arguments share exp2's error, of up to two ulps; so many of them show it.
+    """exp for float32 x <= 0, to an ulp. Equal arguments share exp2's error, up to two ulps, so many of them show it.
 
     2**a with |a| <= 1/2 is 1 plus a times a polynomial, fitted by least squares to the relative error."""
     x = tl.where(x < -200.0, -200.0, x)

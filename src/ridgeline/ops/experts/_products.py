@@ -91,7 +91,7 @@ def source(x, r):
 
 @triton.jit
 def added(acc, left, right, PRECISION: tl.constexpr):
-    """acc + left right. In "ieee" the product is summed on its own: a chain of float32 additions is as long as its depth.
+    """acc + left right. In "ieee" the product is summed on its own, so that a chain of additions is as long as its depth.
 
     By an fma, since the compiler makes one chain of a sum of products."""
     if PRECISION == "ieee":

@@ -48,7 +48,9 @@ def _fwd_op(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_
     return y, z, order, place, ends
 
 
-_BACK = "Tensor dy, {given}, Tensor{z} z, Tensor order, Tensor place, Tensor ends, {options}, bool of_x, bool of_weights, "
+_BACK = (
+    "Tensor dy, {given}, Tensor{z} z, Tensor order, Tensor place, Tensor ends, {options}, bool of_x, bool of_weights, "
+)
 _BACK += "bool of_gate_up, bool of_down, str precision, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
