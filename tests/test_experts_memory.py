@@ -12,8 +12,8 @@ from ridgeline.lm.ledger import Ledger, account
 from ridgeline.op import get
 from ridgeline.ops.experts import _plain
 
-# 8192 tokens in bfloat16: experts, those of a token, H, I; and MiB at the peak, recorded on an H200 (for Qwen3 rounded): of
-# torch's layer, and of ours before gradients shared memory.
+# 8192 tokens in bfloat16: experts, those of a token, H, I; and MiB at the peak, recorded on an H200 (Qwen3 rounded), of
+# torch's layer and of ours, when each gradient had memory of its own.
 LAYERS = {"Mixtral": ((8, 2, 4096, 14336), 3904, 5632), "Qwen3": ((128, 8, 2048, 768), 2300, 2000)}
 
 

@@ -108,7 +108,6 @@ def _fwd(
         here_w = k[:, None] * w_k + mine[None, :] * w_n
         further = halves.up * w_n
         gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-        gate_before, up_before = gate, up
         for start in range(0, tl.where(g < G, K, 0), BK):
             if EVEN:
                 left, one, other = tl.load(at_x), tl.load(at_w + here_w), tl.load(at_w + further + here_w)
@@ -120,13 +119,6 @@ def _fwd(
             up = added(up, left, other, PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w_k, tl.int64)
-            if PRECISION == "ieee" and (start + BK) % 64 == 0:
-                gate_before += gate
-                up_before += up
-                gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-        if PRECISION == "ieee":
-            gate += gate_before
-            up += up_before
         if bias is not None:
             here = (n < N) & (g < G)
             at_b = bias + group * 2 * N + mine
