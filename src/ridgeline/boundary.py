@@ -223,6 +223,21 @@ def packed() -> str | None:
     return "recomputed" if again else "kept"
 
 
+def alone(x: torch.Tensor) -> bool:
+    """Returns whether nothing but this forward's node will hold what it saves now, so that its last backward may write
+    over that. Hooks may keep it elsewhere, and a backward that a CUDA graph replays may not be the last."""
+    if torch.compiler.is_compiling() or packed() == "kept":
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def last_backward() -> bool:
+    """Returns whether the running backward frees its graph, so that no other one reads what forward saved."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:  # a node that is called by hand
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def tracing() -> bool:
     """Returns whether PyTorch is tracing the running launcher: tensors then have no data and nothing may start."""
     return _trace.on

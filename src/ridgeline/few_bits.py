@@ -92,7 +92,9 @@ def layout(config: dict[str, Any], where: str) -> Layout:
         raise RidgelineError(f"{where} has no quantization_config, so its weights are not quantised")
     kind, bits, group = told.get("quant_method"), told.get("bits"), told.get("group_size", 128)
     if kind not in ("gptq", "awq"):
-        raise RidgelineError(f"{where} has quant_method {kind!r}; the methods are 'gptq' and 'awq'")
+        raise RidgelineError(
+            f"{where} has quant_method {kind!r}; the methods are 'gptq', 'awq' and, for experts, 'mxfp4'"
+        )
     if bits != 4:
         raise RidgelineError(f"{where} has weights of {bits!r} bits, and only 4 are supported")
     if type(group) is not int or (group < 1 and group != -1):

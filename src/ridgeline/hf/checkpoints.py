@@ -1,4 +1,4 @@
-"""Models of transformers from folders of GPTQ or AWQ: built without memory, filled, and patched."""
+"""Models of transformers from folders of GPTQ, AWQ or mxfp4: built without memory, filled, and patched."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from ridgeline import few_bits
-from ridgeline.hf.patching import patch
+from ridgeline.hf.experts import FewBitExperts
+from ridgeline.hf.patching import experts_to_quantize, patch
 from ridgeline.op import RidgelineError
 
 
 def load_quantized(folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Any:
-    """Returns the causal language model of a folder of GPTQ's or AWQ's safetensors, patched, for inference.
+    """Returns the causal language model of a folder of quantised safetensors, patched, for inference.
 
     folder: config.json with a quantization_config of 4 bits (GPTQ in its versions 1 and 2, with or without act-order;
-    AWQ's GEMM version), and *.safetensors, in one file or with an index. Its quantised layers become `nn.Int4Linear`.
+    AWQ's GEMM version; or mxfp4, as gpt-oss's files have it), and *.safetensors, in one file or with an index. GPTQ's
+    and AWQ's layers become `nn.Int4Linear`. mxfp4's experts keep their codes and scales, bit for bit.
     dtype: of what is not quantised; None: as the file has it.
     Raises RidgelineError if transformers does not know the model, or with the name of a tensor that is missing,
     unknown, damaged or of a wrong shape.
@@ -28,7 +30,9 @@ def load_quantized(folder: str | Path, *, device: str | torch.device = "cpu", dt
         raise RidgelineError("ridgeline.hf needs transformers; install it with: pip install 'ridgeline[hf]'") from None
     folder = Path(folder)
     told = few_bits.config_of(folder)
-    found = few_bits.layout(told, str(folder / "config.json"))
+    stored = told.get("quantization_config")
+    coded = isinstance(stored, dict) and stored.get("quant_method") == few_bits.EXPERTS
+    found = None if coded else few_bits.layout(told, str(folder / "config.json"))
     weights = few_bits.tensors(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
@@ -39,13 +43,39 @@ def load_quantized(folder: str | Path, *, device: str | torch.device = "cpu", dt
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RidgelineError(f"{folder} gives no causal language model of transformers: {first}") from None
-    few_bits.take(model, weights, found, folder, device)
+    if found is None:
+        _take_experts(model, weights, folder, dtype)
+    else:
+        few_bits.take(model, weights, found, folder, device)
     if (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     _fill(model, weights, folder, dtype)
     model.to(device).eval()
     patch(model)
     return model
+
+
+def _take_experts(
+    model: Any, weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None
+) -> None:  # fmt: skip
+    """Puts experts of codes in the place of those whose codes are in weights, and takes their tensors out of weights.
+
+    dtype: of biases; None: as they are. Raises RidgelineError that names the tensor that is missing or wrong."""
+    for name, form in experts_to_quantize(model, few_bits.EXPERTS).items():
+        if f"{name}.{form['names']['gate_up']}" in weights:
+            continue  # in full
+
+        def take(own: str, wanted: torch.dtype | None, shape: tuple[int, ...], name: str = name) -> torch.Tensor:
+            found = weights.pop(f"{name}.{own}", None)
+            if found is None:
+                raise RidgelineError(f"{folder} lacks the tensor {name}.{own}")
+            right = found.is_floating_point() if wanted is None else found.dtype == wanted
+            if not right or found.shape != shape:
+                shapes = f"{wanted or 'floating point'} {shape}, got {found.dtype} {tuple(found.shape)}"
+                raise RidgelineError(f"the tensor {name}.{own} of {folder} must be {shapes}")
+            return found.to(dtype) if wanted is None and dtype is not None else found
+
+        few_bits.replaced(model, name, FewBitExperts.stored(model.get_submodule(name), take, **form))
 
 
 def _fill(model: Any, weights: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:

@@ -6,6 +6,7 @@ be told `set_experts_implementation("ridgeline")`. With `patch(quantize=)` a mod
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,11 +63,37 @@ class FewBitExperts(nn.Module):
         for role in ("gate_up", "down"):
             weight = (given[role].mT if transposed else given[role]).detach()
             coded = QuantizedMoE.codes(weight, kind, QuantizedMoE.group_of(kind, None, weight.shape[2]))
-            made |= {f"{role}_{part}": t for part, t in zip(("proj", "scale", "zero"), coded, strict=True)}
             bias = given.get(f"{role}_bias")
-            made[f"{role}_bias"] = None if bias is None else bias.detach()
-        limit = float(given["limit"]) if given.get("limit") else None
-        return cls(kind, unit | {"limit": limit}, **made).train(module.training)
+            made |= cls._held(role, *coded, None if bias is None else bias.detach())
+        return cls(kind, cls._limited(unit, given), **made).train(module.training)
+
+    @classmethod
+    def stored(
+        cls, module: nn.Module, take: Callable[[str, torch.dtype | None, tuple[int, ...]], torch.Tensor], *,
+        names: dict[str, str], unit: dict[str, Any], transposed: bool
+    ) -> FewBitExperts:  # fmt: skip
+        """Takes a module's experts in mxfp4 as gpt-oss's files have them: 32 numbers' codes in 16 bytes of X_blocks
+        (E, N, K / 32, 16), the even number low, and the codes of scales in X_scales (E, N, K / 32).
+
+        take: returns the tensor of a name in the module; of that dtype, None: of any floating one, and of that shape.
+        """
+        given: Any = {role: getattr(module, name) for role, name in names.items()}
+        made: dict[str, torch.Tensor | None] = {}
+        for role in ("gate_up", "down"):
+            E, N, K = (given[role].mT if transposed else given[role]).shape
+            codes = take(f"{names[role]}_blocks", torch.uint8, (E, N, K // 32, 16))
+            scale = take(f"{names[role]}_scales", torch.uint8, (E, N, K // 32))
+            bias = take(names[f"{role}_bias"], None, (E, N)) if f"{role}_bias" in given else None
+            made |= cls._held(role, codes.flatten(2), scale, None, bias)
+        return cls("mxfp4", cls._limited(unit, given), **made)
+
+    @staticmethod
+    def _held(role: str, *tensors: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+        return {f"{role}_{part}": t for part, t in zip(("proj", "scale", "zero", "bias"), tensors, strict=True)}
+
+    @staticmethod
+    def _limited(unit: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        return unit | {"limit": float(given["limit"]) if given.get("limit") else None}
 
     def forward(self, hidden_states: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         held: Any = self

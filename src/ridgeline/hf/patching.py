@@ -73,7 +73,7 @@ class _Planner:
         self.facts: dict[str, Any] = self.config.to_dict()  # where a value per layer is a list
         self.width = 2  # bytes of an element in training
         self.turned = frozenset(_to_quantize(model, quantize)) if quantize else frozenset()
-        self.turned_experts = frozenset(_experts_to_quantize(model, quantize)) if quantize else frozenset()
+        self.turned_experts = frozenset(experts_to_quantize(model, quantize)) if quantize else frozenset()
         part = PART.fullmatch(memory or "")
         # How many layers make their products again; None: all.
         self.again = int(part[1]) if part else None if memory == "products" else 0
@@ -453,7 +453,7 @@ def _to_quantize(model: nn.Module, kind: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _experts_to_quantize(model: nn.Module, kind: str) -> dict[str, dict[str, Any]]:
+def experts_to_quantize(model: nn.Module, kind: str) -> dict[str, dict[str, Any]]:
     """Returns the experts in the repeated layers that quantize replaces, and how `experts.experts` computes them."""
     found: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules():
@@ -533,7 +533,7 @@ def patch(
     if quantize is not None and quantize != few_bits.TRAINING:
         for name in few_bits.quantize(model, quantize, frozenset(_to_quantize(model, quantize)).__contains__):
             model.get_submodule(name).__dict__["_ridgeline_of"] = quantize
-        for name, form in _experts_to_quantize(model, quantize).items():
+        for name, form in experts_to_quantize(model, quantize).items():
             few_bits.replaced(model, name, experts.FewBitExperts.of(model.get_submodule(name), quantize, **form))
             model.get_submodule(name).__dict__["_ridgeline_of"] = quantize
         report, plans = plan(model, only)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import ridgeline
-from ridgeline.boundary import Function, differentiate, first_order
+from ridgeline.boundary import Function, alone, differentiate, first_order, last_backward
 from ridgeline.op import get, readable
 from ridgeline.parallel import groups
 from ridgeline.parallel.agreement import agree
@@ -105,6 +105,7 @@ class _Moe(Function):
         if facts.training:
             ctx.save_for_backward(rows, shares, *experts, *saved, *route.kept)
         ctx.facts, ctx.sizes, ctx.many = facts, (route.sent, route.received), len(saved)
+        ctx.lone = alone(x)
         return y
 
     @staticmethod
@@ -115,7 +116,9 @@ class _Moe(Function):
         route, of, facts = Route(ctx.facts.group, *ctx.sizes, *kept), ctx.needs_input_grad, ctx.facts
         wanted = of[0], of[1], of[2] or of[4], of[3] or of[5]
         incoming = route.there(dy[route.tokens])
-        drows, dshares, *grads = _backward(incoming, rows, shares, route.local, experts, saved, facts.unit, wanted)
+        back = torch.ops.ridgeline.moe_consume if ctx.lone and last_backward() else torch.ops.ridgeline.moe_bwd
+        given = incoming, rows, shares, route.local, experts, saved, facts.unit, wanted
+        drows, dshares, *grads = _backward(*given, back)
         dx = _summed(route.back(drows), route.place, None) if of[0] else None
         dweights = route.back(dshares)[route.place] if of[1] else None
         return dx, dweights, *[g if w else None for g, w in zip(grads, of[2:6], strict=True)], None, None
@@ -202,15 +205,15 @@ def _forward(
 
 def _backward(
     incoming: torch.Tensor, rows: torch.Tensor, shares: torch.Tensor, local: torch.Tensor, experts: Any, saved: Any,
-    unit: Unit, wanted: tuple[bool, ...],
+    unit: Unit, wanted: tuple[bool, ...], back: Any,
 ) -> list[Any]:  # fmt: skip
     """Returns the gradients of rows, shares (n,) and the experts. incoming: the token's gradient, for each row.
 
-    wanted: of rows, of shares, of gate_up and its bias, of down and its bias."""
+    wanted: of rows, of shares, of gate_up and its bias, of down and its bias. back: the registered op."""
     gate_up, down, *biases = experts
     if saved:
         given = incoming, rows, shares[:, None], local[:, None], gate_up, down, *biases
-        found = torch.ops.ridgeline.moe_bwd(*given, *saved, *unit, *wanted, _precision(), None)
+        found = back(*given, *saved, *unit, *wanted, _precision(), None)
         return [found[0], found[1].view(-1) if wanted[1] else found[1], *found[2:]]
     need = *wanted, wanted[2], wanted[3]
     with torch.enable_grad():  # without kernels the results are made again

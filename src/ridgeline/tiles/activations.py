@@ -3,14 +3,16 @@
 import triton
 import triton.language as tl
 
-from ridgeline.tiles.online_softmax import exact_exp
+from ridgeline.tiles.online_softmax import exact_exp, rounded_exp
 
 
 @triton.jit
-def _shares(x, dtype: tl.constexpr):
-    """sigmoid(x) and sigmoid(-x); for float32 data without subtraction or bias, which sums of many terms would show."""
+def _shares(x, dtype: tl.constexpr, EQUAL: tl.constexpr = False):
+    """sigmoid(x) and sigmoid(-x); for float32 data without subtraction or bias, which sums of many terms would show.
+
+    EQUAL: many x are one number, such as a limit."""
     if dtype == tl.float32:
-        e = exact_exp(-tl.abs(x), dtype)
+        e = rounded_exp(-tl.abs(x)) if EQUAL else exact_exp(-tl.abs(x), dtype)
         near = tl.div_rn(1.0, 1 + e)
         p, q = tl.where(x < 0, e * near, near), tl.where(x < 0, near, e * near)
     else:
@@ -34,16 +36,16 @@ def silu(x, dtype: tl.constexpr = None):
 
 
 @triton.jit
-def silu_slope(x, dtype: tl.constexpr = None):
+def silu_slope(x, dtype: tl.constexpr = None, EQUAL: tl.constexpr = False):
     """x sigmoid(x), and its derivative."""
-    p, q = _shares(x, dtype)
+    p, q = _shares(x, dtype, EQUAL)
     return x * p, p * (1 + x * q)
 
 
 @triton.jit
-def sigmoid_slope(x, dtype: tl.constexpr = None):
+def sigmoid_slope(x, dtype: tl.constexpr = None, EQUAL: tl.constexpr = False):
     """sigmoid(x), and its derivative."""
-    p, q = _shares(x, dtype)
+    p, q = _shares(x, dtype, EQUAL)
     return p, p * q
 
 

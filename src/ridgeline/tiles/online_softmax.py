@@ -33,6 +33,19 @@ def exact_exp(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def rounded_exp(x):
+    """exp for float32 x <= 0, to an ulp. Equal arguments share exp2's error, up to two ulps, so many of them show it.
+
+    2**a with |a| <= 1/2 is 1 plus a times a polynomial, fitted by least squares to the relative error."""
+    x = tl.where(x < -200.0, -200.0, x)
+    k = tl.floor(x * 1.4426950216293335 + 0.5)
+    a = tl.fma(x, 1.4426950216293335, -k) + x * 1.9259629911266174e-8
+    p = tl.fma(tl.fma(a, 0.000153707049, 0.00133998482), a, 0.00961837359)
+    p = tl.fma(tl.fma(tl.fma(p, a, 0.0555032901), a, 0.240226477), a, 0.693147182)
+    return tl.fma(p, a, 1.0) * tl.exp2(k)
+
+
+@triton.jit
 def exp_below(x, columns: tl.constexpr, dtype: tl.constexpr):
     """exp of the differences from a row's maximum, for a row that one pass holds.
 

@@ -43,35 +43,45 @@ def fwd(
 def bwd(
     dx: _T, dweights: _T, dgate_up: _T, ddown: _T, dgate_up_bias: _T, ddown_bias: _T, dy: _T, x: _T, weights: _T,
     indices: _T, gate_up: _T, down: _T, down_bias: _Maybe, z: _T, order: _T, place: _T, ends: _T, activation: str,
-    limit: float | None, interleaved: bool, how: str, tma: bool = False,
+    limit: float | None, interleaved: bool, how: str, over: bool, tma: bool = False,
 ) -> None:  # fmt: skip
+    """over: dz lies in z's memory. h lies in dh's, and that in dgate_up's, which is written last."""
     n, k, (_, H, I) = indices.numel(), indices.shape[1], down.shape
     pairs = _route.Pairs(indices, order, place, ends)
     incoming, tokens = _products.rows_of(dy, order, k), _products.rows_of(x, order, k)
     product, weight_grad = _grouped.product(tma), _grouped.weight_grad(tma)
-    dh, h, dz = (x.new_empty((n, size)) for size in (I, I, 2 * I))
+    dz = z if over else torch.empty_like(z)
     sums = torch.empty((n,), dtype=torch.float32, device=x.device)
-    rows = x.new_empty((n, H) if tma or dx.numel() else 0)  # with tma of dy, then of x, then of dx
+    dh, rows = _lent(dgate_up, x, (n, I), (n, 0 if tma or not dx.numel() else H))
+    rows = x.new_empty((n, H)) if tma else rows  # with tma of dy, then of dx, then of x
 
     def placed(source: _T, gathered: _products.Rows) -> _products.Rows:
         return _products.rows_of(_route.gather(rows, source, order, k)) if tma else gathered
 
-    lines = placed(dy, incoming)
+    lines, h = placed(dy, incoming), dh if ddown.numel() else None
     product(dh, lines, down, ends, None, how)
     _gated.ungated(dz, h, sums, dh, z, weights, order, ends, activation == "swiglu_oai", limit, interleaved)
     if dweights.numel():
         _route.weight_grads(dweights, sums, dy, down_bias, pairs)
-    if ddown.numel():
+    if h is not None:
         weight_grad(ddown, lines, _products.rows_of(h), n, ends, how, False)
-    if dgate_up.numel():
-        weight_grad(dgate_up, _products.rows_of(dz), placed(x, tokens), n, ends, how, False)
     if dx.numel():
         product(rows, _products.rows_of(dz), gate_up, ends, None, how)
         _route.combine(dx, rows, None, pairs, k)
+    if dgate_up.numel():
+        weight_grad(dgate_up, _products.rows_of(dz), placed(x, tokens), n, ends, how, False)
     if dgate_up_bias.numel():
         _grouped.bias_grad(dgate_up_bias, _products.rows_of(dz), n, ends)
     if ddown_bias.numel():
         _grouped.bias_grad(ddown_bias, incoming, n, ends, weights)
+
+
+def _lent(owner: _T, like: _T, *shapes: tuple[int, int]) -> list[_T]:
+    """Returns matrices in the memory of a new tensor that is written after their last use, or in a new one."""
+    sizes = [rows * columns for rows, columns in shapes]
+    enough = sum(sizes) <= owner.numel()
+    flat = owner.as_strided((owner.numel(),), (1,)) if enough else like.new_empty((sum(sizes),))
+    return [part.view(s) for part, s in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 def _given(*given: Any) -> tuple[_T, _T, _T]:

@@ -58,12 +58,33 @@ class Codes(NamedTuple):
 @triton.jit
 def _ahead(weight, row, k, K, BK: tl.constexpr, RULES: tl.constexpr):
     """What `step` needs of scales and zeros for the columns from k on; past the last one any."""
-    if BK <= RULES.GROUP:
+    if RULES.KIND == "int8":  # none: a row has one scale
+        scale = tl.zeros((1,), tl.int32)
+        zero = scale
+    elif BK <= RULES.GROUP:
         scale, zero = scales_of(weight, row, k, K, K, RULES)
     else:
         scale = powers_of(weight, row, k, K, BK, RULES)
         zero = scale
     return scale, zero
+
+
+@triton.jit
+def _stepped(total, weight, at_q, row, rows, k, scale, zero, K, RULES: tl.constexpr):
+    """`step`, and the next step's scales and zeros, which are in flight during the product."""
+    next_scale, next_zero = _ahead(weight, row, k + rows.shape[1], K, rows.shape[1], RULES)
+    total = step(total, weight, at_q, row, rows, k, scale, zero, K, RULES)
+    return total, next_scale, next_zero
+
+
+@triton.jit
+def _finished(total, weight, bias, row, here, RULES: tl.constexpr):
+    """The rows' products with what comes after the sum: int8's scales, and the bias."""
+    if RULES.KIND == "int8":
+        total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
+    if bias is not None:
+        total += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)[:, None]
+    return total
 
 
 @triton.jit(do_not_specialize=["limit"])
@@ -103,39 +124,24 @@ def _fwd(
         depth = tl.where(g < G, K, 0)
         total = tl.zeros((BN, BM), tl.float32)
         other = total
-        if RULES.KIND != "int8":
-            scale, zero = _ahead(weight, row, 0, K, BK, RULES)
-            if halves is not None:
-                other_scale, other_zero = _ahead(weight, other_row, 0, K, BK, RULES)
+        scale, zero = _ahead(weight, row, 0, K, BK, RULES)
+        if halves is not None:
+            other_scale, other_zero = _ahead(weight, other_row, 0, K, BK, RULES)
         for start in range(0, depth, BK):
             k = start + tl.arange(0, BK)[None, :]
             if RULES.EVEN:
                 rows = tl.load(at_x + k)
             else:
                 rows = tl.load(at_x + k, mask=k < K, other=0.0)
-            if RULES.KIND == "int8":
-                total = step(total, weight, at_q, row, rows, start, None, None, K, RULES)
-            else:  # the next step's scales are in flight during the product
-                next_scale, next_zero = _ahead(weight, row, start + BK, K, BK, RULES)
-                total = step(total, weight, at_q, row, rows, start, scale, zero, K, RULES)
-                scale, zero = next_scale, next_zero
+            total, scale, zero = _stepped(total, weight, at_q, row, rows, start, scale, zero, K, RULES)
             if halves is not None:
-                if RULES.KIND == "int8":
-                    other = step(other, weight, other_q, other_row, rows, start, None, None, K, RULES)
-                else:
-                    next_scale, next_zero = _ahead(weight, other_row, start + BK, K, BK, RULES)
-                    other = step(other, weight, other_q, other_row, rows, start, other_scale, other_zero, K, RULES)
-                    other_scale, other_zero = next_scale, next_zero
+                other, other_scale, other_zero = _stepped(
+                    other, weight, other_q, other_row, rows, start, other_scale, other_zero, K, RULES
+                )
         here = (n < N) & (g < G)
-        if RULES.KIND == "int8":
-            total *= tl.load(weight.scale + row).to(tl.float32)[:, None]
-        if bias is not None:
-            total += tl.load(bias + row, mask=here, other=0.0).to(tl.float32)[:, None]
+        total = _finished(total, weight, bias, row, here, RULES)
         if halves is not None:
-            if RULES.KIND == "int8":
-                other *= tl.load(weight.scale + other_row).to(tl.float32)[:, None]
-            if bias is not None:
-                other += tl.load(bias + other_row, mask=here, other=0.0).to(tl.float32)[:, None]
+            other = _finished(other, weight, bias, other_row, here, RULES)
             total, _, _ = unit(total, other, limit, OAI, y.dtype.element_ty)
         at_y = y + r[None, :].to(tl.int64) * N + n[:, None]
         tl.store(at_y, total.to(y.dtype.element_ty), mask=(r[None, :] < end) & (n[:, None] < N))

@@ -20,6 +20,7 @@ from ridgeline.ops.experts._products import (
     Rows,
     Sizes,
     Weights,
+    added,
     dot_precision,
     find,
     last_tiles,
@@ -55,12 +56,12 @@ def unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
         g = tl.where(gate > limit, limit, gate)
         u = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     if OAI:
-        share, by_share = sigmoid_slope(g * ALPHA, dtype)
+        share, by_share = sigmoid_slope(g * ALPHA, dtype, limit is not None)
         # Not silu's product divided by ALPHA: an approximate division errs one way, in every element.
         y, slope = g * share, share + g * ALPHA * by_share
         u += 1.0
     else:
-        y, slope = silu_slope(g, dtype)
+        y, slope = silu_slope(g, dtype, limit is not None)
     by_gate, by_up = slope * u, y
     if limit is not None:
         by_gate = tl.where(gate > limit, 0.0, by_gate)
@@ -107,7 +108,6 @@ def _fwd(
         here_w = k[:, None] * w_k + mine[None, :] * w_n
         further = halves.up * w_n
         gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-        gate_before, up_before = gate, up
         for start in range(0, tl.where(g < G, K, 0), BK):
             if EVEN:
                 left, one, other = tl.load(at_x), tl.load(at_w + here_w), tl.load(at_w + further + here_w)
@@ -115,17 +115,10 @@ def _fwd(
                 left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
                 one = tl.load(at_w + here_w, mask=k[:, None] < K - start, other=0.0)
                 other = tl.load(at_w + further + here_w, mask=k[:, None] < K - start, other=0.0)
-            gate = tl.dot(left, one, gate, input_precision=PRECISION)
-            up = tl.dot(left, other, up, input_precision=PRECISION)
+            gate = added(gate, left, one, PRECISION)
+            up = added(up, left, other, PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w_k, tl.int64)
-            if PRECISION == "ieee" and (start + BK) % 64 == 0:
-                gate_before += gate
-                up_before += up
-                gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-        if PRECISION == "ieee":
-            gate += gate_before
-            up += up_before
         if bias is not None:
             here = (n < N) & (g < G)
             at_b = bias + group * 2 * N + mine
@@ -142,7 +135,7 @@ def _fwd(
 
 
 class Undone(NamedTuple):
-    """dz (n, 2I); h (n, I), times the pair's weight; sums (n,), float32: the gradients of the weights."""
+    """dz (n, 2I); h (n, I), times the pair's weight, or None; sums (n,), float32: the gradients of the weights."""
 
     dz: Any
     h: Any
@@ -151,7 +144,7 @@ class Undone(NamedTuple):
 
 @triton.jit(do_not_specialize=["limit"])
 def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constexpr, BLOCK: tl.constexpr):
-    """dh (n, I): the gradient of h without the pair's weight. A program has one row."""
+    """dh (n, I): the gradient of h without the pair's weight. A program has one row. dz may lie in z, and h in dh."""
     r = tl.program_id(0).to(tl.int64)
     factor = tl.load(weights + tl.load(order + r)).to(tl.float32)
     factor = tl.where(r < tl.load(last_end), factor, 0.0)  # rows of no expert
@@ -165,7 +158,8 @@ def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constex
         h, by_gate, by_up = unit(gate, up, limit, OAI, z.dtype.element_ty)
         sums += d * h
         dtype = out.dz.dtype.element_ty
-        tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
+        if out.h is not None:
+            tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
         tl.store(out.dz + at_z, (d * factor * by_gate).to(dtype), mask=n < N)
         tl.store(out.dz + at_z + halves.up, (d * factor * by_up).to(dtype), mask=n < N)
     tl.store(out.sums + r, tl.sum(sums, 0))
@@ -203,7 +197,7 @@ def _tile(one: tuning.Config) -> tuning.Config:
 
 
 def ungated(
-    dz: torch.Tensor, h: torch.Tensor, sums: torch.Tensor, dh: torch.Tensor, z: torch.Tensor, weights: torch.Tensor,
+    dz: torch.Tensor, h: Maybe, sums: torch.Tensor, dh: torch.Tensor, z: torch.Tensor, weights: torch.Tensor,
     order: torch.Tensor, ends: torch.Tensor, oai: bool, limit: float | None, interleaved: bool
 ) -> None:  # fmt: skip
     n, N = dh.shape

@@ -90,6 +90,15 @@ def source(x, r):
 
 
 @triton.jit
+def added(acc, left, right, PRECISION: tl.constexpr):
+    """acc + left right. In "ieee" a product is summed on its own, since one chain of many additions has several times
+    torch's error; and it is added by an fma, since the compiler makes one chain of a sum of products."""
+    if PRECISION == "ieee":
+        return tl.fma(tl.dot(left, right, input_precision=PRECISION), 1.0, acc)
+    return tl.dot(left, right, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def _fwd(
     y,
     x,
@@ -121,22 +130,15 @@ def _fwd(
         at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + columns[None, :].to(tl.int64) * w.n
         depth = tl.where(g < G, K, 0)
         acc = tl.zeros((BM, BN), tl.float32)
-        before = acc
         for start in range(0, depth, BK):
             if EVEN:
                 left, right = tl.load(at_x), tl.load(at_w)
             else:
                 left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
                 right = tl.load(at_w, mask=k[:, None] < K - start, other=0.0)
-            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+            acc = added(acc, left, right, PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w.k, tl.int64)
-            # Sums of sums: a single chain of many float32 additions has several times torch's error.
-            if PRECISION == "ieee" and (start + BK) % 64 == 0:
-                before += acc
-                acc = tl.zeros((BM, BN), tl.float32)
-        if PRECISION == "ieee":
-            acc += before
         if bias is not None:
             here = (n < N) & (g < G)
             acc += tl.load(bias + group * N + n, mask=here, other=0.0).to(tl.float32)[None, :]
@@ -154,7 +156,7 @@ def power(groups: int) -> int:
 
 
 def dot_precision(x: torch.Tensor, precision: str) -> str:
-    """What a product of x's dtype is told. Only "ieee" needs sums of sums."""
+    """What a product of x's dtype is told. Only "ieee" has sums of sums, in `added`."""
     return precision if x.dtype == torch.float32 else "tf32"
 
 

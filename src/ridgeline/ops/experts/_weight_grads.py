@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.experts._products import Maybe, Rows, Sizes, Weights, bounds, dot_precision, source
+from ridgeline.ops.experts._products import Maybe, Rows, Sizes, Weights, added, bounds, dot_precision, source
 
 
 @triton.jit
@@ -44,18 +44,12 @@ def _bwd(
     at_a = a.data + (m % M).to(tl.int64) * a.column
     at_b = b.data + (n % N).to(tl.int64) * b.column
     acc = tl.zeros((BM, BN), tl.float32)
-    before = acc
     for start in range(begin, end, BR):
         r = start + tl.arange(0, BR)
         here, inside = r < end, tl.minimum(r, end - 1)
         left = tl.load(at_a[None, :] + source(a, inside)[:, None] * a.row, mask=here[:, None], other=0.0)
         right = tl.load(at_b[None, :] + source(b, inside)[:, None] * b.row, mask=here[:, None], other=0.0)
-        acc = tl.dot(left.T, right, acc, input_precision=PRECISION)
-        if PRECISION == "ieee" and (start + BR - begin) % 64 == 0:
-            before += acc
-            acc = tl.zeros((BM, BN), tl.float32)
-    if PRECISION == "ieee":
-        acc += before
+        acc = added(acc, left.T, right, PRECISION)
     at = dw.data + g.to(tl.int64) * dw.group + m[:, None].to(tl.int64) * dw.k + n[None, :].to(tl.int64) * dw.n
     inside = (m[:, None] < M) & (n[None, :] < N)
     if ADD:

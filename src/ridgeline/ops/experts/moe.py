@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op
+from ridgeline.boundary import Function, alone, differentiate, first_order, kernel_op, last_backward
 from ridgeline.op import Cost, Implementation, Op, RidgelineError, get, nbytes
 from ridgeline.ops.experts import _checks, _experts, _plain
 from ridgeline.ops.experts._arguments import cast, precision
@@ -48,16 +48,28 @@ def _fwd_op(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_
     return y, z, order, place, ends
 
 
-@kernel_op(
-    "moe_bwd(Tensor dy, Tensor x, Tensor weights, Tensor indices, Tensor gate_up, Tensor down, Tensor? gate_up_bias, "
-    "Tensor? down_bias, Tensor z, Tensor order, Tensor place, Tensor ends, str activation, float? limit, "
-    "bool interleaved, bool of_x, bool of_weights, bool of_gate_up, bool of_down, str precision, str? impl) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+_BACK = (
+    "Tensor dy, {given}, Tensor{z} z, Tensor order, Tensor place, Tensor ends, {options}, bool of_x, bool of_weights, "
 )
-def _bwd_op(
-    dy: _T, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, gate_up_bias: _Maybe, down_bias: _Maybe, *rest: Any
-) -> tuple[_T, ...]:
+_BACK += "bool of_gate_up, bool of_down, str precision, str? impl) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
+@kernel_op("moe_bwd(" + _BACK.format(given=_GIVEN, options=_OPTIONS, z=""))
+def _bwd_op(*given: Any) -> tuple[_T, ...]:
     """Returns the gradients of x, weights, gate_up, down and the biases, empty where they are not wanted."""
+    return _gradients(False, *given)
+
+
+@kernel_op("moe_consume(" + _BACK.format(given=_GIVEN, options=_OPTIONS, z="(a!)"))
+def _consume_op(*given: Any) -> tuple[_T, ...]:
+    """`moe_bwd`, which leaves z's gradient in z's memory."""
+    return _gradients(True, *given)
+
+
+def _gradients(
+    over: bool, dy: _T, x: _T, weights: _T, indices: _T, gate_up: _T, down: _T, gate_up_bias: _Maybe,
+    down_bias: _Maybe, *rest: Any
+) -> tuple[_T, ...]:  # fmt: skip
     *saved, activation, limit, interleaved, of_x, of_weights, of_gate_up, of_down, how, impl = rest
     nothing = (0, *gate_up.shape[1:])
 
@@ -67,7 +79,7 @@ def _bwd_op(
     wanted = (x, of_x), (weights, of_weights), (gate_up, of_gate_up), (down, of_down)
     made = tuple([room(*w) for w in (*wanted, (gate_up_bias, of_gate_up), (down_bias, of_down))])
     given = x, weights, indices, gate_up, down, down_bias
-    run(MOE, "bwd", impl, made, dy, *given, *saved, activation, limit, interleaved, how)
+    run(MOE, "bwd", impl, made, dy, *given, *saved, activation, limit, interleaved, how, over)
     return made
 
 
@@ -96,7 +108,7 @@ class _Function(Function):
         options = activation, limit, interleaved
         y, *saved = _fwd_op(*given, *options, keep, precision(), impl)
         ctx.save_for_backward(*given, *saved)
-        ctx.options, ctx.impl = options, impl
+        ctx.options, ctx.impl, ctx.lone = options, impl, alone(x)
         return y
 
     @staticmethod
@@ -104,7 +116,8 @@ class _Function(Function):
     def backward(ctx: Any, dy: _T) -> Any:
         of = ctx.needs_input_grad
         wanted = of[0], of[1], of[2] or of[4], of[3] or of[5]
-        made = _bwd_op(dy.contiguous(), *ctx.saved_tensors, *ctx.options, *wanted, precision(), ctx.impl)
+        back = _consume_op if ctx.lone and last_backward() else _bwd_op
+        made = back(dy.contiguous(), *ctx.saved_tensors, *ctx.options, *wanted, precision(), ctx.impl)
         return *(m if w else None for m, w in zip(made, of[:6], strict=True)), *[None] * 6
 
 
@@ -258,7 +271,8 @@ MOE = Op(
     reference=reference,
     cost=cost,
     flops={
-        "moe_few_bits": lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1]
+        "moe_few_bits": lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1],
+        "moe_consume": lambda dy, x, weights, indices, w, *_: 6 * indices.numel() * x.shape[1] * w.shape[1],
     },
     cases=CASES,
 )
