@@ -10,6 +10,7 @@ import torch
 
 import ridgeline
 from ridgeline.op import RidgelineError
+from ridgeline.ops.recurrent import _delta_chunks
 from test_recurrent import close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
@@ -130,3 +131,23 @@ def test_more_sequences_than_a_grid_has(device: str) -> None:
     q, beta = torch.zeros(65536, 2, 1, 16, device=device), torch.zeros(65536, 2, 1, device=device)
     with pytest.raises(RidgelineError, match="at most 65535 sequences times heads, got 65536 times 1"):
         ridgeline.gated_delta_rule(q, q, q, beta, beta, impl="triton")
+
+
+def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int = 1) -> None:
+    monkeypatch.setattr(_delta_chunks, "span", lambda gpu, programs, most, K: chunks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in segments, as where few heads would leave most of a GPU idle: one alone, then packed ones, of which
+    some are empty and some have two segments or fewer."""
+    in_segments(monkeypatch)
+    function, args, given = inputs(kind, 1, 150, device, low=-0.1)
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 5e-6)
+    ends, state = torch.tensor([0, 0, 99, 99, 131, 150], dtype=torch.int32, device=device), first_state(5, device)
+    found = everything(function, args, state, "triton", cu_seqlens=ends, **given)
+    close(found, exact(function, args, state, cu_seqlens=ends, **given), 5e-6)
+    assert torch.equal(found[1][0], state[0])
+    again = everything(function, args, state, "triton", cu_seqlens=ends, **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
