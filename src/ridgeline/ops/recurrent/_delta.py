@@ -368,15 +368,28 @@ def _square(form: tl.constexpr):
 
 
 @triton.jit
-def _load_square(x, matrices, packing, n, h, start, spot, rows, tokens, form: tl.constexpr):
-    """A chunk's matrix."""
+def _load_square(x, place, step, chunk, rows, tokens, form: tl.constexpr):
+    """A chunk's matrix. place, step: by `_squares`."""
+    inner = tl.arange(0, form.C)
     if form.GATE == 1:
-        place = _own_rows(x, packing, n, h, start, matrices.width) + tl.arange(0, form.C)[None, :]
-        at = (rows.to(tl.int64) * packing.heads)[:, None] * matrices.width
-        found = tl.load(place + at, mask=(rows < tokens)[:, None], other=0.0)
+        at = place + (inner * step)[:, None] + inner[None, :]
+        found = tl.load(x + tl.cast(chunk, tl.int64) * (form.C * step) + at, mask=(rows < tokens)[:, None], other=0.0)
     else:
-        found = tl.load(x + spot * (form.C * form.C) + _square(form))
+        found = tl.load(x + place + tl.cast(chunk, tl.int64) * (form.C * form.C) + _square(form))
     return found
+
+
+@triton.jit
+def _squares(matrices, packing, n, h, start, kept, form: tl.constexpr):
+    """Where the matrices of a sequence and head begin, and the step from row to row with a gate per token."""
+    place, step = kept * (form.C * form.C), packing.heads
+    if form.GATE == 1:
+        step = packing.heads * matrices.width
+        place = start
+        if packing.ends is None:
+            place += n.to(tl.int64) * packing.tokens
+        place = (place * packing.heads + h) * matrices.width
+    return place, step
 
 
 @triton.jit
@@ -697,6 +710,7 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
     to = from_v
     if form.OUT:
         to = find_head(o, n, h, packing.ends, start)
+    place, step = _squares(matrices, packing, n, h, start, kept, form)
     for chunk in range(lowest, beyond):
         rows = chunk * form.C + tl.arange(0, form.C)
         spot = kept + chunk
@@ -710,9 +724,9 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
         if form.GATE == 2:
             tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
         x = of_a * _dot(low, tl.trans(ta), tv, form)
-        solve = tl.trans(_load_square(matrices.solve, matrices, packing, n, h, start, spot, rows, tokens, form))
+        solve = tl.trans(_load_square(matrices.solve, place, step, chunk, rows, tokens, form))
         if form.LOW:
-            read = _load_square(matrices.read, matrices, packing, n, h, start, spot, rows, tokens, form)
+            read = _load_square(matrices.read, place, step, chunk, rows, tokens, form)
             x += _dot(tv, tl.trans(read), tv, form)
             u = x + _dot(x, solve, tv, form)
             solved = u
@@ -723,10 +737,10 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
         if form.OUT:
             tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
             out = of_q * _dot(low, tl.trans(tq), tv, form)
-            pairs = _load_square(matrices.pair, matrices, packing, n, h, start, spot, rows, tokens, form)
+            pairs = _load_square(matrices.pair, place, step, chunk, rows, tokens, form)
             out += _dot(u, tl.trans(pairs), tv, form)
             if form.LOW:
-                plain = _load_square(matrices.plain, matrices, packing, n, h, start, spot, rows, tokens, form)
+                plain = _load_square(matrices.plain, place, step, chunk, rows, tokens, form)
                 out += _dot(tv, tl.trans(plain), tv, form)
             seen = (rows < tokens)[None, :] & (columns < form.V)[:, None]
             tl.store(to + rows.to(tl.int64)[None, :] * o.token + columns[:, None], scale * out, mask=seen)
@@ -760,14 +774,21 @@ def chain_segments(states, packing, form: tl.constexpr, REVERSE: tl.constexpr):
     size: tl.constexpr = form.K * (form.V + form.K)
     first = count - 1 if REVERSE else 0
     state = tl.load(states.made + (room + first) * size + own, mask=inside, other=0.0)
+    at = states.made + (room + (count - 2 if REVERSE else 1)) * size
+    more = count > 2
+    move = tl.load(at + form.V * form.K + square, mask=within & more, other=0.0)
+    made = tl.load(at + own, mask=inside & more, other=0.0)
     for step in range(1, count - 1):
         segment = count - 1 - step if REVERSE else step
         tl.store(states.starts + (room + segment) * (form.K * form.V) + own, state, mask=inside)
-        at = states.made + (room + segment) * size
-        move = tl.load(at + form.V * form.K + square, mask=within, other=0.0)
+        at = states.made + (room + (segment - 1 if REVERSE else segment + 1)) * size
+        more = step < count - 2  # the next segment's, under way while this one's product runs
+        next_move = tl.load(at + form.V * form.K + square, mask=within & more, other=0.0)
+        next_made = tl.load(at + own, mask=inside & more, other=0.0)
         if REVERSE:
             move = tl.trans(move)
-        state = tl.load(at + own, mask=inside, other=0.0) + tl.dot(state, move, input_precision=form.PRECISION)
+        state = made + tl.dot(state, move, input_precision=form.PRECISION)
+        move, made = next_move, next_made
     tl.store(states.starts + (room + count - 1 - first) * (form.K * form.V) + own, state, mask=inside)
 
 
@@ -794,8 +815,9 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
     from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
-    for step in range(beyond - lowest):
-        chunk = beyond - 1 - step
+    place, step = _squares(matrices, packing, n, h, start, kept, form)
+    for turned in range(beyond - lowest):
+        chunk = beyond - 1 - turned
         rows = chunk * form.C + tl.arange(0, form.C)
         spot = kept + chunk
         of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, spot, depth, form)
@@ -807,17 +829,17 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
         tb = ta
         if form.GATE == 2:
             tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
-        pairs = _load_square(matrices.pair, matrices, packing, n, h, start, spot, rows, tokens, form)
+        pairs = _load_square(matrices.pair, place, step, chunk, rows, tokens, form)
         du = of_b * _dot(low, tl.trans(tb), tdo, form) + scale * _dot(tdo, pairs, tdo, form)
-        solve = _load_square(matrices.solve, matrices, packing, n, h, start, spot, rows, tokens, form)
+        solve = _load_square(matrices.solve, place, step, chunk, rows, tokens, form)
         if form.LOW:
             dx = du + _dot(du, solve, tdo, form)
             if not form.ENDS:
                 _store_turned(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
                 tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
-                read = _load_square(matrices.read, matrices, packing, n, h, start, spot, rows, tokens, form)
+                read = _load_square(matrices.read, place, step, chunk, rows, tokens, form)
                 dv = _dot(dx, read, tdo, form) + _dot(low, tl.trans(tk), tdo, form)
-                plain = _load_square(matrices.plain, matrices, packing, n, h, start, spot, rows, tokens, form)
+                plain = _load_square(matrices.plain, place, step, chunk, rows, tokens, form)
                 dv += scale * _dot(tdo, plain, tdo, form)
                 _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
         else:
@@ -826,8 +848,8 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
             if not form.ENDS:
                 from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
                 seen = (rows < tokens)[None, :] & (columns < form.V)[:, None]
-                place = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
-                solved = tl.load(place, mask=seen, other=0.0)
+                at = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
+                solved = tl.load(at, mask=seen, other=0.0)
                 sums = grads.beta + part.to(tl.int64) * packing.all_rows
                 _store_rows(sums, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
                 _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)

@@ -285,11 +285,14 @@ def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads
         _chunk_gradients(plan, call, rows, states, grads, 0, present)
         return
     carry = torch.empty((*plan.pairs[1:], form.K, form.V), dtype=torch.float32, device=call.v.device)
+    first = states.first
+    if first is None:
+        first = carry.fill_(0)
     for begin in range((present - 1) // some * some, -1, -some):
-        first = states.first if begin + some >= present else carry
-        now = states._replace(first=first, last=carry if begin else states.last)
-        walk(form, now, packing._replace(begin=begin, span=some))
-        _chunk_gradients(plan, call, rows, now, grads, begin, min(some, present - begin))
+        last = states.last if begin == 0 and states.last is not None else carry
+        walk(form, states._replace(first=first, last=last), packing._replace(begin=begin, span=some))
+        _chunk_gradients(plan, call, rows, states, grads, begin, min(some, present - begin))
+        first = carry
 
 
 def delta_bwd(
