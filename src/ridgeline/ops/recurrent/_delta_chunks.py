@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import launch
+from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
@@ -111,17 +112,27 @@ def _solver(call: DeltaCall) -> str:
     return half.get(call.v.dtype, call.precision)
 
 
-FEWEST = 4  # chunks of a segment
 PARTS = 4  # of a backward pass that keeps a part's gradients of states at a time
 LARGE = 64 << 20  # bytes of all gradients of states from which on it does
 
 
+@cache
 def span(gpu: device.Device, programs: int, chunks: int, K: int) -> int:
-    """Returns the chunks of a segment, so that the segments of all chains fill a GPU; 0 for no segments, where chains
-    fill half of it or a segment's M does not fit in a multiprocessor's shared memory."""
-    if K > 128 or 2 * programs > gpu.multiprocessors or gpu.shared_memory < 80 << 10:
+    """Returns the chunks of a segment where that takes the least time, by sizes alone; 0 for no segments, as where
+    chains fill half of a GPU or a segment's M does not fit in a multiprocessor's shared memory.
+
+    In tenths of a step of a chain: a step without outputs takes 7, a segment in `chain_segments` 4, and two more starts
+    20. A first segment needs no M, and a last one neither."""
+    M = gpu.multiprocessors
+    if K > 128 or not 0 < 2 * programs <= M or gpu.shared_memory < 80 << 10:
         return 0
-    return max(-(-chunks // (gpu.multiprocessors // max(programs, 1))), FEWEST)
+
+    def time(count: int) -> int:
+        rounds, ends = -(-programs * count // M), -(-programs * (2 * count - 3) // M) if count > 1 else 0
+        return -(-chunks // count) * (10 * rounds + 7 * ends) + (20 + 4 * count if count > 1 else 0)
+
+    best = min(range(1, min(M // programs, max(chunks, 1)) + 1), key=time)
+    return -(-chunks // best) if best > 1 else 0
 
 
 def part(chunks: int, size: int) -> int:
@@ -134,10 +145,12 @@ def _packing(call: DeltaCall, tiles: Tiles, backward: bool) -> tuple[Packing, in
     (B, T, HV, V), K, C, ends = call.v.shape, call.k.shape[3], tiles.rows, call.ends
     N = B if ends is None else ends.numel() - 1
     slices, most, some = -(-V // tiles.chain), -(-T // C), 0
-    length = span(device.of(call.v), N * HV * slices, most if ends is None else -(-most // max(N, 1)), K)
+    length = 0
+    if not tracing():  # sizes may be symbols there, and what is kept inside a call does not matter
+        length = span(device.of(call.v), N * HV * slices, most if ends is None else -(-most // max(N, 1)), K)
     if not 0 < length < most:
         length, rooms = most + 1, 1 if ends is None else N
-        if backward and ends is None:
+        if backward and ends is None and not tracing():
             some = part(most, B * HV * most * V * K * call.v.element_size())
     else:
         rooms = -(-most // length) if ends is None else T // (length * C) + N
@@ -145,13 +158,15 @@ def _packing(call: DeltaCall, tiles: Tiles, backward: bool) -> tuple[Packing, in
     return Packing(ends, T, HV, chunks, N, C, B * T * HV, 0, length, rooms, slices), some
 
 
-def _in(room: Maybe, width: int, like: torch.Tensor) -> Maybe:
-    """A tensor (B, T, heads, `width` or more) of `like`'s dtype in the memory of a gradient that is written last."""
-    if room is None or width * like.element_size() > room.shape[3] * room.element_size():
+def _in(room: Maybe, width: int, like: torch.Tensor, own: bool = True) -> Maybe:
+    """A tensor (B, T, heads, `width`) of `like`'s dtype in the memory of a gradient that is written last, or None where
+    it has another form; without `own` its rows may be longer."""
+    if room is None or (own and (room.dtype != like.dtype or room.shape[3] != width)):
         return None
-    if room.shape[3] * room.element_size() % 16:  # rows that loads of 16 bytes reach
+    row = room.shape[3] * room.element_size()
+    if width * like.element_size() > row or (not own and row % 16):  # rows that loads of 16 bytes reach
         return None
-    return room.view(like.dtype)
+    return room if own else room.view(like.dtype)
 
 
 def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = None) -> tuple[Plan, int]:
@@ -170,7 +185,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     data: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     read = plain = None
     if gate == 1:
-        both = _in(in_k, width, call.v)
+        both = _in(in_k, width, call.v, False)
         both = torch.empty((B, T, HV, width), **data) if both is None else both
         width, squares = both.shape[3], [both[..., C:], both]
     else:
@@ -184,7 +199,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     q, k, _, a, b, g, beta = tensors
     reads = Reads(q, k, k, None)
     if gate == 2:
-        held = [t if t is not None and t.dtype == call.v.dtype else None for t in (in_q, in_k)]
+        held = [_in(t, K, call.v) for t in (in_q, in_k)]
         decayed = [torch.empty((B, T, HV, K), **data) if t is None else t for t in (*held, *[None] * (1 + low))]
         reads = Reads(*[call.rows(t) for t in decayed], *[None] * (1 - low))
     present = -(-T // C) if call.ends is None else chunks
@@ -311,7 +326,8 @@ def delta_bwd(
     fresh: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     before = torch.empty((B, HV, plan.packing.chunks, V, K), **fresh)
     later = before[:, :, some:] if some else torch.empty_like(before)
-    solved = dq if by_token and V == K and dq.dtype == dv.dtype else torch.empty(dv.shape, **fresh)
+    solved = _in(dq if by_token else None, V, dv)
+    solved = torch.empty(dv.shape, **fresh) if solved is None else solved
     turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
     made, starts = _segments(plan, call)
     chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None, made, starts))
