@@ -14,11 +14,11 @@ q with b, q with k and a with k. L, below its diagonal, has (I + A beta)^-1 = I 
 I - beta L; RWKV-7 has -1 for beta. So one matrix serves both ways, nothing is divided by beta, and the diagonal of ones
 is exact.
 The kernels: the matrices of all chunks, the states in order, their gradients in reverse order, and all other gradients,
-a chunk each. Where few chains would leave multiprocessors idle, sequences are cut into segments: S after a segment is
-M S + N. N is the chain from zeros, and M the same chain without v from the identity. `chain_segments` finds the state
-before each segment, and all segments run side by side; in reverse a segment's M is transposed. L is made by halves: that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that
-are alike lose nothing; up to 16 rows all blocks are a batch of products.
-No factor exceeds 1, as in `_scan.py`.
+a chunk each. Where few chains would leave multiprocessors idle, sequences are cut into segments: S after a segment is M
+S + N. N is the chain from zeros, and M the same chain without v from the identity. `chain_segments` finds the state
+before each segment, and all segments run side by side; in reverse a segment's M is transposed. L is made by halves:
+that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that are alike lose nothing; up to 16
+rows all blocks are a batch of products. No factor exceeds 1, as in `_scan.py`.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class Packing(NamedTuple):
     sequences: Any
     unit: Any  # rows of a chunk
     all_rows: Any  # B T heads
-    begin: Any  # the first chunk of the launch
-    span: Any  # chunks of a segment; more than a sequence has where it is not cut
-    rooms: Any  # for segments, per batch entry
-    slices: Any  # programs that share a segment's columns
+    begin: Any = 0  # the first chunk of the launch
+    span: Any = 1  # chunks of a segment; more than a sequence has where it is not cut
+    rooms: Any = 1  # for segments, per batch entry
+    slices: Any = 1  # programs that share a segment's columns
 
 
 class DeltaForm(NamedTuple):
@@ -441,11 +441,13 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
     _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
     weights = _apart(g, form) * shrink_k[None, :]
+    place, step = _squares(matrices, packing, n, h, start, spot, form)
+    at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
     P = weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)
-    _store_rows(matrices.pair, packing, n, h, start, rows, row, tokens, P, matrices.width)
+    tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
     A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
     L = _solve(A, factor, matrices.solve.dtype.element_ty, form)
-    _store_rows(matrices.solve, packing, n, h, start, rows, row, tokens, L, matrices.width)
+    tl.store(matrices.solve + at, L, mask=(rows < tokens)[:, None])
 
 
 @triton.jit
@@ -696,9 +698,8 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
         here, there = (segment == 0) & (part < parts), segment == end
         if segment > end:
             return
-        if form.ENDS:
-            if (segment == end) | (turn & (segment == 0)):
-                return
+        if form.ENDS and (segment == end) | (turn & (segment == 0)):
+            return
     depth, columns = tl.arange(0, BK), (part - tl.where(turn, parts, 0)) * BV + tl.arange(0, BV)
     pair = n * packing.heads + h
     state = _first_state(states, pair, room, here, turn, depth, columns, form)
@@ -758,7 +759,7 @@ def chain_segments(states, packing, form: tl.constexpr, REVERSE: tl.constexpr):
     """From N and M of a sequence's segments the state before each, in order; or with time reversed the gradient of the
     state after each, where M is transposed."""
     n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
-    start, tokens = find_span(packing, n)
+    _start, tokens = find_span(packing, n)
     unit = packing.span * packing.unit
     room = tl.program_id(1).to(tl.int64) * packing.rooms
     if packing.ends is not None:
@@ -806,9 +807,8 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
         here, there = segment == end, segment == 0
         if segment > end:
             return
-        if form.ENDS:
-            if segment == 0:
-                return
+        if form.ENDS and segment == 0:
+            return
     depth, columns = tl.arange(0, BK), part * BV + tl.arange(0, BV)
     pair = n * packing.heads + h
     state = _first_state(states, pair, room, here, turn, depth, columns, form)

@@ -1,4 +1,4 @@
-"""Starts of the delta engine: what its kernels take, their tiles, segments over time, and which tensors share memory."""
+"""Starts of the delta engine: what its kernels take, tiles, segments over time, and which tensors share memory."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def span(gpu: device.Device, programs: int, chunks: int, K: int) -> int:
 
 def part(chunks: int, size: int) -> int:
     """Returns how many chunks' gradients of states backward keeps, of `size` bytes for all chunks."""
-    return -(-chunks // (4 * PARTS)) * 4 if size >= LARGE and chunks >= 8 * PARTS else 0  # pointers stay aligned
+    return -(-chunks // (16 * PARTS)) * 16 if size >= LARGE and chunks >= 8 * PARTS else 0  # by 16: one kernel for all
 
 
 def _packing(call: DeltaCall, tiles: Tiles, backward: bool) -> tuple[Packing, int]:
@@ -181,7 +181,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     packing, some = _packing(call, tiles, rooms is not None)
     chunks, width = packing.chunks, 2 * C
     in_q, in_k = rooms or (None, None)
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": call.v.device}
+    wide = _wide(call)
     data: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
     read = plain = None
     if gate == 1:
@@ -218,12 +218,16 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     return plan, some
 
 
+def _wide(call: DeltaCall) -> dict[str, Any]:
+    return {"dtype": torch.float32, "device": call.v.device}
+
+
 def _segments(plan: Plan, call: DeltaCall) -> tuple[Maybe, Maybe]:
     """Room for N and M of all segments and for the states before them, if sequences are cut."""
     K, V = plan.form.K, plan.form.V
     if plan.packing.span * plan.packing.unit > plan.packing.tokens:
         return None, None
-    shape, fresh = (plan.chains[1], plan.packing.rooms), {"dtype": torch.float32, "device": call.v.device}
+    shape, fresh = (plan.chains[1], plan.packing.rooms), _wide(call)
     return torch.empty((*shape, V + K, K), **fresh), torch.empty((*shape, V, K), **fresh)
 
 
@@ -299,7 +303,7 @@ def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads
         walk(form, states, packing)
         _chunk_gradients(plan, call, rows, states, grads, 0, present)
         return
-    carry = torch.empty((*plan.pairs[1:], form.K, form.V), dtype=torch.float32, device=call.v.device)
+    carry = torch.empty((*plan.pairs[1:], form.K, form.V), **_wide(call))
     first = states.first
     if first is None:
         first = carry.fill_(0)
@@ -317,8 +321,9 @@ def delta_bwd(
     """Makes the matrices and the states again, then the states' gradients and everything else, in reverse order.
 
     Memory: the gradients of states are those of some chunks at a time, and lie `some` chunks on in the tensor of the
-    states, where those have been read. L and P lie in dk's rows, or the rows that read the state in dq's and dk's, and U
-    in dq's: the kernel that writes a row of dq and dk comes after all that read what lies there, or reads it first."""
+    states, where those have been read. L and P lie in dk's rows, or the rows that read the state in dq's and dk's,
+    and U in dq's: the kernel that writes a row of dq and dk comes after all that read what lies there, or reads it
+    first."""
     call = DeltaCall(*inputs)
     plan, some = prepare(call, tiles_of(call, True), (dq, dk))
     B, _, HV, V = call.v.shape
