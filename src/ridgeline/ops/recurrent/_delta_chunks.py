@@ -119,12 +119,13 @@ LARGE = 64 << 20  # bytes of all gradients of states from which on it does
 @cache
 def span(gpu: device.Device, programs: int, chunks: int, K: int) -> int:
     """Returns the chunks of a segment where that takes the least time, by sizes alone; 0 for no segments, as where
-    chains fill half of a GPU or a segment's M does not fit in a multiprocessor's shared memory.
+    chains fill half of a GPU or two segments' M do not fit in a multiprocessor's shared memory.
 
     In tenths of a step of a chain: a step without outputs takes 7, a segment in `chain_segments` 4, and two more starts
     20. A first segment needs no M, and a last one neither."""
     M = gpu.multiprocessors
-    if K > 128 or not 0 < 2 * programs <= M or gpu.shared_memory < 80 << 10:
+    BK = max(16, triton.next_power_of_2(K))  # `chain_segments` holds two segments' M
+    if K > 128 or not 0 < 2 * programs <= M or gpu.backend == "hip" or gpu.shared_memory < 8 * BK * BK + 128 * BK:
         return 0
 
     def time(count: int) -> int:
