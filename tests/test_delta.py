@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
+from ridgeline import device as devices
 from ridgeline.op import RidgelineError
+from ridgeline.ops.recurrent import _delta_chunks
 from test_recurrent import close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
@@ -130,3 +134,84 @@ def test_more_sequences_than_a_grid_has(device: str) -> None:
     q, beta = torch.zeros(65536, 2, 1, 16, device=device), torch.zeros(65536, 2, 1, device=device)
     with pytest.raises(RidgelineError, match="at most 65535 sequences times heads, got 65536 times 1"):
         ridgeline.gated_delta_rule(q, q, q, beta, beta, impl="triton")
+
+
+def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int = 1) -> None:
+    monkeypatch.setattr(_delta_chunks, "span", lambda gpu, programs, most, K: chunks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in segments, as where few heads would leave most of a GPU idle: one alone, then packed ones, of which
+    some are empty and some have two segments or fewer."""
+    in_segments(monkeypatch)
+    function, args, given = inputs(kind, 1, 150, device, low=-0.1)
+    state = first_state(1, device)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 5e-6)
+    ends, state = torch.tensor([0, 0, 99, 99, 131, 150], dtype=torch.int32, device=device), first_state(5, device)
+    found = everything(function, args, state, "triton", cu_seqlens=ends, **given)
+    close(found, exact(function, args, state, cu_seqlens=ends, **given), 5e-6)
+    assert torch.equal(found[1][0], state[0])
+    again = everything(function, args, state, "triton", cu_seqlens=ends, **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_shared_memory_of_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward in parts, whose gradients of states lie where states have been read; L, P, U and rows with their decays
+    lie in dq and dk, whose last chunk is not whole. The bits are those of all chunks at once in memory of their own."""
+    dice = torch.Generator(device).manual_seed(3)
+
+    def results(kind: str) -> list[torch.Tensor]:
+        dice.manual_seed(3)
+        args = [torch.randn(1, 70, 2, 64, device=device, generator=dice) for _ in range(3)]
+        state = torch.randn(1, 2, 64, 64, device=device, generator=dice)
+        gates = -torch.rand(1, 70, 2, *([] if kind == "head" else [64]), device=device, generator=dice) / 8
+        if kind == "rwkv7":
+            ways = [torch.nn.functional.normalize(args[n], dim=-1) for n in (0, 1)]
+            return everything(ridgeline.rwkv7, [args[0], gates, *args[1:], *ways], state, "triton")
+        beta = 2 * torch.rand(1, 70, 2, device=device, generator=dice)
+        return everything(ridgeline.gated_delta_rule, [*args, gates, beta], state, "triton", normalize=True)
+
+    for kind in KINDS:
+        monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 2)
+        shared = results(kind)
+        monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 0)
+        monkeypatch.setattr(_delta_chunks, "_in", lambda *_: None)
+        assert all(torch.equal(a, b) for a, b in zip(shared, results(kind), strict=True)), kind
+        monkeypatch.undo()
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors allocated inside hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(made, torch.Tensor):
+            self.alive = [(ref, size) for ref, size in self.alive if not ref.expired()]
+            self.alive.append((StorageWeakRef(made.untyped_storage()), made.untyped_storage().nbytes()))
+            self.most = max(self.most, sum(size for _, size in self.alive))
+        return made
+
+
+@pytest.mark.parametrize(("gate", "most"), [(1, 1000), (2, 2000)])
+def test_memory_of_backward(gate: int, most: int) -> None:
+    """MiB over the inputs at 8 x 4096 x 16 x 128 in bfloat16 for an H200: o, do, gradients and what backward adds."""
+    B, T, H, D = 8, 4096, 16, 128
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    q, k, v, do, dq, dk, dv, o = (empty(B, T, H, D) for _ in range(8))
+    g, beta = empty(B, T, H, *([D] if gate == 2 else [])), empty(B, T, H)
+    dg, dbeta = (empty(*t.shape, dtype=torch.float32) for t in (g, beta))
+    with devices.pretend("h200"), Held() as held:
+        made = dq, dk, dv, dg, dbeta, None, None, None
+        inputs = q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee"
+        _delta_chunks.delta_bwd(*made, do, None, *inputs)
+    total = held.most + sum(t.nbytes for t in (o, do, dq, dk, dv, dg, dbeta))
+    assert total < most << 20

@@ -99,6 +99,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         for name, kernel, most in (
             ("gated_delta_rule", "chain_states", 1024),
             ("gated_delta_rule", "chain_gradients", 1024),
+            ("gated_delta_rule", "chain_segments", 128),
+            ("rwkv7", "chain_segments", 128),
             ("gated_delta_rule", "gradients_by_token", 2780),
             ("gated_delta_rule", "gradients_by_channel", 1536),
             ("rwkv7", "chain_states", 1024),

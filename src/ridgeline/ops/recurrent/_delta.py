@@ -14,9 +14,11 @@ q with b, q with k and a with k. L, below its diagonal, has (I + A beta)^-1 = I 
 I - beta L; RWKV-7 has -1 for beta. So one matrix serves both ways, nothing is divided by beta, and the diagonal of ones
 is exact.
 The kernels: the matrices of all chunks, the states in order, their gradients in reverse order, and all other gradients,
-a chunk each. L is made by halves: that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that
-are alike lose nothing; up to 16 rows all blocks are a batch of products.
-No factor exceeds 1, as in `_scan.py`.
+a chunk each. Where few chains would leave multiprocessors idle, sequences are cut into segments: S after a segment is M
+S + N. N is the chain from zeros, and M the same chain without v from the identity. `chain_segments` finds the state
+before each segment, and all segments run side by side; in reverse a segment's M is transposed. L is made by halves:
+that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that are alike lose nothing; up to 16
+rows all blocks are a batch of products. No factor exceeds 1, as in `_scan.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_s
 
 
 class Matrices(NamedTuple):
-    """Of all chunks, (B, heads, chunks, C, C) in the data's dtype."""
+    """Of all chunks, (B, heads, chunks, C, C) in the data's dtype; with a gate per token a row of each in a row of
+    (B, T, heads, width)."""
 
     solve: Any  # L
     pair: Any  # P
@@ -40,6 +43,7 @@ class Matrices(NamedTuple):
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
     decays: Any  # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta
     whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
+    width: Any  # columns of the tensor whose rows hold L and P, with a gate per token
 
 
 class Reads(NamedTuple):
@@ -58,6 +62,8 @@ class ChunkStates(NamedTuple):
     later: Any  # the gradient of the state after each chunk, likewise
     solved: Any  # rows (B, T, heads, V): U, or U / beta for the delta rule; None where they are not kept
     turned: Any  # the gradient of X, for RWKV-7; the delta rule has it in dv
+    made: Any  # N and M of each segment, turned: (B, heads, rooms, V + K, K) in float32; None without segments
+    starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
 
 
 class Grads(NamedTuple):
@@ -80,6 +86,10 @@ class Packing(NamedTuple):
     sequences: Any
     unit: Any  # rows of a chunk
     all_rows: Any  # B T heads
+    begin: Any = 0  # the first chunk of the launch
+    span: Any = 1  # chunks of a segment; more than a sequence has where it is not cut
+    rooms: Any = 1  # for segments, per batch entry
+    slices: Any = 1  # programs that share a segment's columns
 
 
 class DeltaForm(NamedTuple):
@@ -98,6 +108,7 @@ class DeltaForm(NamedTuple):
     SINGLE: bool  # float32 data
     PRECISION: str
     OUT: bool  # the states' pass writes o, else the states before chunks
+    ENDS: bool  # only what segments end with is wanted
 
 
 @triton.jit
@@ -106,38 +117,51 @@ def _dot(x, y, like, form: tl.constexpr):
 
 
 @triton.jit
-def _room(packing, n):
-    """Where the chunks of packed sequence n are kept: each has room for one more than it may need."""
-    return tl.load(packing.ends + n) // packing.unit + n
+def _room(packing, n, unit):
+    """Where the chunks, or segments, of packed sequence n are kept: each has room for one more than it may need."""
+    return tl.load(packing.ends + n) // unit + n
+
+
+@triton.jit
+def _sequence_at(packing, spot, unit):
+    """The last packed sequence whose room begins at `spot` or before."""
+    n, beyond = 0 * spot, 0 * spot + packing.sequences
+    while beyond - n > 1:
+        middle = (n + beyond) // 2
+        here = _room(packing, middle, unit) <= spot
+        n, beyond = tl.where(here, middle, n), tl.where(here, beyond, middle)
+    return n
 
 
 @triton.jit
 def find_chunk(packing):
     """A program's sequence and head, where the sequence begins, its tokens, and the program's chunk."""
-    chunk = tl.program_id(0)
+    chunk = tl.program_id(0) + packing.begin
     n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
     if packing.ends is not None:
-        spot = chunk
-        n, beyond = 0 * spot, 0 * spot + packing.sequences
-        while beyond - n > 1:  # the last sequence whose room begins here or before
-            middle = (n + beyond) // 2
-            here = _room(packing, middle) <= spot
-            n, beyond = tl.where(here, middle, n), tl.where(here, beyond, middle)
-        chunk = spot - _room(packing, n)
+        n = _sequence_at(packing, chunk, packing.unit)
+        chunk = chunk - _room(packing, n, packing.unit)
     start, tokens = find_span(packing, n)
     return n, h, start, tokens, chunk
 
 
 @triton.jit
 def _of_chain(packing):
-    """A program's sequence and head, where the sequence begins, its tokens, and where its chunks are kept."""
-    pair = tl.program_id(1)
-    n, h = pair // packing.heads, pair % packing.heads
-    start, tokens = find_span(packing, n)
-    kept = pair.to(tl.int64) * packing.chunks
+    """A program's sequence and head, where the sequence begins, its tokens, where its chunks and its segment are kept,
+    the segment and the sequence's last one, the segment's first chunk and the one after it."""
+    spot = tl.program_id(0) // packing.slices
+    n, h, segment = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads, spot
+    kept = tl.program_id(1).to(tl.int64) * packing.chunks
+    unit = packing.span * packing.unit
     if packing.ends is not None:
-        kept = h.to(tl.int64) * packing.chunks + _room(packing, n)
-    return n, h, start, tokens, kept
+        n = _sequence_at(packing, spot, unit)
+        segment = spot - _room(packing, n, unit)
+        kept += _room(packing, n, packing.unit)
+    start, tokens = find_span(packing, n)
+    room = tl.program_id(1).to(tl.int64) * packing.rooms + spot
+    low = packing.begin + segment * packing.span
+    high = tl.minimum(low + packing.span, tl.cdiv(tokens, packing.unit))
+    return n, h, start, tokens, kept, room, segment, tl.maximum(tl.cdiv(tokens, unit), 1) - 1, low, high
 
 
 @triton.jit
@@ -344,6 +368,31 @@ def _square(form: tl.constexpr):
 
 
 @triton.jit
+def _load_square(x, place, step, chunk, rows, tokens, form: tl.constexpr):
+    """A chunk's matrix. place, step: by `_squares`."""
+    inner = tl.arange(0, form.C)
+    if form.GATE == 1:
+        at = place + (inner * step)[:, None] + inner[None, :]
+        found = tl.load(x + tl.cast(chunk, tl.int64) * (form.C * step) + at, mask=(rows < tokens)[:, None], other=0.0)
+    else:
+        found = tl.load(x + place + tl.cast(chunk, tl.int64) * (form.C * form.C) + _square(form))
+    return found
+
+
+@triton.jit
+def _squares(matrices, packing, n, h, start, kept, form: tl.constexpr):
+    """Where the matrices of a sequence and head begin, and the step from row to row with a gate per token."""
+    place, step = kept * (form.C * form.C), packing.heads
+    if form.GATE == 1:
+        step = packing.heads * matrices.width
+        place = start
+        if packing.ends is None:
+            place += n.to(tl.int64) * packing.tokens
+        place = (place * packing.heads + h) * matrices.width
+    return place, step
+
+
+@triton.jit
 def _beta(beta, place, rows, tokens, form: tl.constexpr):
     C: tl.constexpr = form.C
     found = tl.full([C], 1.0, tl.float32)
@@ -383,7 +432,6 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     tq = _tile(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     tk = _tile(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    at = spot * (form.C * form.C) + _square(form)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
     g, late, _early, after, whole = _decays(
@@ -393,9 +441,13 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
     _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
     weights = _apart(g, form) * shrink_k[None, :]
-    tl.store(matrices.pair + at, weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form))
+    place, step = _squares(matrices, packing, n, h, start, spot, form)
+    at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
+    P = weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)
+    tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
     A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
-    tl.store(matrices.solve + at, _solve(A, factor, matrices.solve.dtype.element_ty, form))
+    L = _solve(A, factor, matrices.solve.dtype.element_ty, form)
+    tl.store(matrices.solve + at, L, mask=(rows < tokens)[:, None])
 
 
 @triton.jit
@@ -547,18 +599,18 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
 
 
 @triton.jit
-def _own_rows(tensor, packing, n, h, start, WIDTH: tl.constexpr):
-    """Where a sequence's head begins in a tensor (B, T, heads, WIDTH) of ours."""
+def _own_rows(tensor, packing, n, h, start, width):
+    """Where a sequence's head begins in a tensor (B, T, heads, width) of ours."""
     base = start
     if packing.ends is None:
         base += n.to(tl.int64) * packing.tokens
-    return tensor + (base * packing.heads + h) * WIDTH
+    return tensor + (base * packing.heads + h) * width
 
 
 @triton.jit
-def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, WIDTH: tl.constexpr):
-    at = _own_rows(tensor, packing, n, h, start, WIDTH) + (rows.to(tl.int64) * packing.heads)[:, None] * WIDTH
-    tl.store(at + columns[None, :], found, mask=(rows < tokens)[:, None] & (columns < WIDTH)[None, :])
+def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, width):
+    at = _own_rows(tensor, packing, n, h, start, width) + (rows.to(tl.int64) * packing.heads)[:, None] * width
+    tl.store(at + columns[None, :], found, mask=(rows < tokens)[:, None] & (columns < width)[None, :])
 
 
 @triton.jit
@@ -583,26 +635,38 @@ def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
 
 
 @triton.jit
-def _first_state(first, pair, depth, columns, form: tl.constexpr):
-    """A state of (K, V) turned to (V, K), or zeros."""
+def _first_state(states, pair, room, here, turn, depth, columns, form: tl.constexpr):
+    """The state a program begins with, turned to (V, K): the given one if `here`, else zeros, with `turn` the rows of
+    the identity, or what `chain_segments` found."""
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
     state = tl.zeros([BV, BK], tl.float32)
-    if first is not None:
-        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
-        at = first + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
-        state = tl.load(at, mask=inside, other=0.0)
+    inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+    if states.first is not None:
+        at = states.first + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+        state = tl.load(at, mask=inside & here, other=0.0)
+    if form.ENDS:
+        state = tl.where(turn & (depth[None, :] == columns[:, None]), 1.0, state)
+    elif states.starts is not None:
+        at = states.starts + room * (form.K * form.V) + columns[:, None] * form.K + depth[None, :]
+        state += tl.load(at, mask=inside & (here == 0), other=0.0)
     return state
 
 
 @triton.jit
-def _keep_last(last, pair, state, depth, columns, tokens, form: tl.constexpr):
-    if last is not None:
-        none = tl.minimum(tokens, 0)  # 0 that keeps the compiler from holding these places through the loop
-        depth, columns = depth + none, columns + none
-        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
-        at = last + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+def _keep_last(states, pair, room, there, turn, state, depth, columns, tokens, form: tl.constexpr):
+    """Writes the state that a pass ends with if `there`, or N or, with `turn`, M of a segment."""
+    none = tl.minimum(tokens, 0)  # 0 that keeps the compiler from holding these places through the loop
+    depth, columns = depth + none, columns + none
+    if form.ENDS:
+        row = columns + tl.where(turn, form.V, 0)
+        inside = (depth < form.K)[None, :] & (columns < tl.where(turn, form.K, form.V))[:, None]
+        at = states.made + room * (form.K * (form.V + form.K)) + row[:, None] * form.K + depth[None, :]
         tl.store(at, state, mask=inside)
+    elif states.last is not None:
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        at = states.last + pair.to(tl.int64) * (form.K * form.V) + depth[None, :] * form.V + columns[:, None]
+        tl.store(at, state, mask=inside & there)
 
 
 @triton.jit
@@ -617,37 +681,54 @@ def _keep_state(place, state, depth, columns, form: tl.constexpr):
 
 @triton.jit
 def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constexpr):
-    """A sequence and head and BV columns of v, a chunk at a time: the outputs, or the state before each chunk.
+    """A sequence, or a segment of it, and head and BV columns of v, a chunk at a time: the outputs, or the state before
+    each chunk, or N and M of a segment.
 
     All is transposed: what one product leaves in registers is the left side of the next, without a way through shared
     memory."""
-    n, h, start, tokens, kept = _of_chain(packing)
-    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    n, h, start, tokens, kept, room, segment, end, lowest, beyond = _of_chain(packing)
     size: tl.constexpr = form.K * form.V
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
-    state = _first_state(states.first, tl.program_id(1), depth, columns, form)
+    parts: tl.constexpr = (form.V + BV - 1) // BV
+    part = tl.program_id(0) % packing.slices
+    here, there, turn = part >= 0, part >= 0, part < 0
+    if states.made is not None:
+        turn = part >= parts
+        here, there = (segment == 0) & (part < parts), segment == end
+        if segment > end:
+            return
+        if form.ENDS and (segment == end) | (turn & (segment == 0)):
+            return
+    depth, columns = tl.arange(0, BK), (part - tl.where(turn, parts, 0)) * BV + tl.arange(0, BV)
+    pair = n * packing.heads + h
+    state = _first_state(states, pair, room, here, turn, depth, columns, form)
     from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_v = find_head(v, n, h, packing.ends, start)
+    with_v = tokens
+    if form.ENDS:
+        with_v = tl.where(turn, 0, tokens)
     to = from_v
     if form.OUT:
         to = find_head(o, n, h, packing.ends, start)
-    for chunk in range(tl.cdiv(tokens, form.C)):
+    place, step = _squares(matrices, packing, n, h, start, kept, form)
+    for chunk in range(lowest, beyond):
         rows = chunk * form.C + tl.arange(0, form.C)
-        at = (kept + chunk) * (form.C * form.C) + _square(form)
-        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, kept + chunk, depth, form)
-        tv = _turned_tile(v, from_v, rows, columns, tokens, form.V, BV)
+        spot = kept + chunk
+        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, spot, depth, form)
+        tv = _turned_tile(v, from_v, rows, columns, with_v, form.V, BV)
         low = state.to(tv.dtype)
-        if not form.OUT:
-            _keep_state(states.before + (kept + chunk) * size, low, depth, columns, form)
+        if not form.OUT and not form.ENDS:
+            _keep_state(states.before + spot * size, low, depth, columns, form)
         ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
         tb = ta
         if form.GATE == 2:
             tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
         x = of_a * _dot(low, tl.trans(ta), tv, form)
-        solve = tl.trans(tl.load(matrices.solve + at))
+        solve = tl.trans(_load_square(matrices.solve, place, step, chunk, rows, tokens, form))
         if form.LOW:
-            x += _dot(tv, tl.trans(tl.load(matrices.read + at)), tv, form)
+            read = _load_square(matrices.read, place, step, chunk, rows, tokens, form)
+            x += _dot(tv, tl.trans(read), tv, form)
             u = x + _dot(x, solve, tv, form)
             solved = u
         else:
@@ -657,69 +738,126 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
         if form.OUT:
             tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
             out = of_q * _dot(low, tl.trans(tq), tv, form)
-            out += _dot(u, tl.trans(tl.load(matrices.pair + at)), tv, form)
+            pairs = _load_square(matrices.pair, place, step, chunk, rows, tokens, form)
+            out += _dot(u, tl.trans(pairs), tv, form)
             if form.LOW:
-                out += _dot(tv, tl.trans(tl.load(matrices.plain + at)), tv, form)
-            there = (rows < tokens)[None, :] & (columns < form.V)[:, None]
-            tl.store(to + rows.to(tl.int64)[None, :] * o.token + columns[:, None], scale * out, mask=there)
-        else:
+                plain = _load_square(matrices.plain, place, step, chunk, rows, tokens, form)
+                out += _dot(tv, tl.trans(plain), tv, form)
+            seen = (rows < tokens)[None, :] & (columns < form.V)[:, None]
+            tl.store(to + rows.to(tl.int64)[None, :] * o.token + columns[:, None], scale * out, mask=seen)
+        elif not form.ENDS:
             _store_turned(states.solved, packing, n, h, start, rows, columns, tokens, solved, form.V)
         state = state * whole + _dot(of_b * u, tb, tv, form)
         if form.LOW:
             tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
             state += _dot(tv, tk, tv, form)
-    _keep_last(states.last, tl.program_id(1), state, depth, columns, tokens, form)
+    _keep_last(states, pair, room, there, turn, state, depth, columns, tokens, form)
+
+
+@triton.jit
+def chain_segments(states, packing, form: tl.constexpr, REVERSE: tl.constexpr):
+    """From N and M of a sequence's segments the state before each, in order; or with time reversed the gradient of the
+    state after each, where M is transposed."""
+    n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
+    _start, tokens = find_span(packing, n)
+    unit = packing.span * packing.unit
+    room = tl.program_id(1).to(tl.int64) * packing.rooms
+    if packing.ends is not None:
+        room = h.to(tl.int64) * packing.rooms + _room(packing, n, unit)
+    count = tl.cdiv(tokens, unit)
+    if count < 2:
+        return
+    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    own = columns[:, None] * form.K + depth[None, :]
+    inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+    square = tl.arange(0, form.BK)[:, None] * form.K + depth[None, :]
+    within = (depth < form.K)[:, None] & (depth < form.K)[None, :]
+    size: tl.constexpr = form.K * (form.V + form.K)
+    first = count - 1 if REVERSE else 0
+    state = tl.load(states.made + (room + first) * size + own, mask=inside, other=0.0)
+    at = states.made + (room + (count - 2 if REVERSE else 1)) * size
+    more = count > 2
+    move = tl.load(at + form.V * form.K + square, mask=within & more, other=0.0)
+    made = tl.load(at + own, mask=inside & more, other=0.0)
+    for step in range(1, count - 1):
+        segment = count - 1 - step if REVERSE else step
+        tl.store(states.starts + (room + segment) * (form.K * form.V) + own, state, mask=inside)
+        at = states.made + (room + (segment - 1 if REVERSE else segment + 1)) * size
+        more = step < count - 2  # the next segment's, under way while this one's product runs
+        next_move = tl.load(at + form.V * form.K + square, mask=within & more, other=0.0)
+        next_made = tl.load(at + own, mask=inside & more, other=0.0)
+        if REVERSE:
+            move = tl.trans(move)
+        state = made + tl.dot(state, move, input_precision=form.PRECISION)
+        move, made = next_move, next_made
+    tl.store(states.starts + (room + count - 1 - first) * (form.K * form.V) + own, state, mask=inside)
 
 
 @triton.jit
 def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl.constexpr):
     """As `chain_states` with time reversed: the gradient of the state after each chunk, of the initial state, and of
     v and beta."""
-    n, h, start, tokens, kept = _of_chain(packing)
-    depth, columns = tl.arange(0, form.BK), tl.program_id(0) * form.BV + tl.arange(0, form.BV)
+    n, h, start, tokens, kept, room, segment, end, lowest, beyond = _of_chain(packing)
     size: tl.constexpr = form.K * form.V
     BK: tl.constexpr = form.BK
     BV: tl.constexpr = form.BV
-    state = _first_state(states.first, tl.program_id(1), depth, columns, form)
+    part = tl.program_id(0) % packing.slices
+    here, there, turn = part >= 0, part >= 0, part < 0
+    if states.made is not None:
+        here, there = segment == end, segment == 0
+        if segment > end:
+            return
+        if form.ENDS and segment == 0:
+            return
+    depth, columns = tl.arange(0, BK), part * BV + tl.arange(0, BV)
+    pair = n * packing.heads + h
+    state = _first_state(states, pair, room, here, turn, depth, columns, form)
     from_q, from_a, from_b, from_k = _read_heads(reads, packing, n, h, start, form)
     from_do = find_head(do, n, h, packing.ends, start)
     zero = tl.arange(0, 1)
-    chunks = tl.cdiv(tokens, form.C)
-    for step in range(chunks):
-        chunk = chunks - 1 - step
+    place, step = _squares(matrices, packing, n, h, start, kept, form)
+    for turned in range(beyond - lowest):
+        chunk = beyond - 1 - turned
         rows = chunk * form.C + tl.arange(0, form.C)
-        at = (kept + chunk) * (form.C * form.C) + _square(form)
-        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, kept + chunk, depth, form)
+        spot = kept + chunk
+        of_q, of_a, of_b, factor, whole = _chunk_decays(matrices, spot, depth, form)
         tdo = _turned_tile(do, from_do, rows, columns, tokens, form.V, BV)
         low = state.to(tdo.dtype)
-        _keep_state(states.later + (kept + chunk) * size, low, depth, columns, form)
+        if not form.ENDS:
+            _keep_state(states.later + spot * size, low, depth, columns, form)
         ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
         tb = ta
         if form.GATE == 2:
             tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
-        du = of_b * _dot(low, tl.trans(tb), tdo, form) + scale * _dot(tdo, tl.load(matrices.pair + at), tdo, form)
-        solve = tl.load(matrices.solve + at)
+        pairs = _load_square(matrices.pair, place, step, chunk, rows, tokens, form)
+        du = of_b * _dot(low, tl.trans(tb), tdo, form) + scale * _dot(tdo, pairs, tdo, form)
+        solve = _load_square(matrices.solve, place, step, chunk, rows, tokens, form)
         if form.LOW:
             dx = du + _dot(du, solve, tdo, form)
-            _store_turned(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
-            tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
-            dv = _dot(dx, tl.load(matrices.read + at), tdo, form) + _dot(low, tl.trans(tk), tdo, form)
-            dv += scale * _dot(tdo, tl.load(matrices.plain + at), tdo, form)
+            if not form.ENDS:
+                _store_turned(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
+                tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+                read = _load_square(matrices.read, place, step, chunk, rows, tokens, form)
+                dv = _dot(dx, read, tdo, form) + _dot(low, tl.trans(tk), tdo, form)
+                plain = _load_square(matrices.plain, place, step, chunk, rows, tokens, form)
+                dv += scale * _dot(tdo, plain, tdo, form)
+                _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
         else:
             dx = du - _dot(factor * du, solve, tdo, form)
-            from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-            there = (rows < tokens)[None, :] & (columns < form.V)[:, None]
-            place = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
-            solved = tl.load(place, mask=there, other=0.0)
-            part = grads.beta + tl.program_id(0).to(tl.int64) * packing.all_rows
-            _store_rows(part, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
             dv = factor * dx
+            if not form.ENDS:
+                from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+                seen = (rows < tokens)[None, :] & (columns < form.V)[:, None]
+                at = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
+                solved = tl.load(at, mask=seen, other=0.0)
+                sums = grads.beta + part.to(tl.int64) * packing.all_rows
+                _store_rows(sums, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
+                _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
             dx = -dv
-        _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
         tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
         state = state * whole + _dot(scale * of_q * tdo, tq, tdo, form)
         state += _dot(of_a * dx, ta, tdo, form)
-    _keep_last(states.last, tl.program_id(1), state, depth, columns, tokens, form)
+    _keep_last(states, pair, room, there, turn, state, depth, columns, tokens, form)
 
 
 @triton.jit
@@ -882,6 +1020,7 @@ def gradients_by_token(q, k, gate, do, matrices, states, grads, packing, scale, 
     dk += tl.trans(turned + _dot(tl.trans(tk), pairs_k, tk, form))
     dg += whole * tl.sum(_held(states, at, depth, form, BK), 0)
     dg += tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
+    tl.debug_barrier()  # all have read `solved`, which may lie in dq
     _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
     dk = _through_lengths(dk, tk, shrink_k, form)
     _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)

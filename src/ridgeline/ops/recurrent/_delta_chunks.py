@@ -1,14 +1,15 @@
-"""Starts of the delta engine: what its kernels take, and their tiles."""
+"""Starts of the delta engine: what its kernels take, tiles, segments over time, and which tensors share memory."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import launch
+from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
@@ -18,6 +19,7 @@ from ridgeline.ops.recurrent._delta import (
     Packing,
     Reads,
     chain_gradients,
+    chain_segments,
     chain_states,
     gradients_by_channel,
     gradients_by_token,
@@ -93,63 +95,163 @@ class Plan(NamedTuple):
     tiles: Tiles
     packing: Packing
     parallel: tuple[int, int]  # programs: one for each chunk
-    chains: tuple[int, int]
+    chains: tuple[int, int]  # one for each segment
+    pairs: tuple[int, int]  # one for each sequence and head
     tensors: tuple[Any, ...]  # q, k, v, a, b, g and beta
     reads: Reads
     matrices: Matrices
 
 
+def _thrice(gpu: device.Device) -> str:
+    return "ieee" if gpu.backend == "hip" else "tf32x3"  # AMD's compiler has no tf32x3
+
+
 def _solver(call: DeltaCall) -> str:
     """The precision of the float32 products that solve a chunk; other products take the data's dtype."""
-    thrice = "ieee" if device.of(call.v).backend == "hip" else "tf32x3"  # AMD's compiler has no tf32x3
-    half = {torch.bfloat16: "tf32", torch.float16: thrice}
+    half = {torch.bfloat16: "tf32", torch.float16: _thrice(device.of(call.v))}
     return half.get(call.v.dtype, call.precision)
 
 
-def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
-    """Makes the matrices of all chunks, and per channel the rows with their decays."""
+PARTS = 4  # of a backward pass that keeps a part's gradients of states at a time
+LARGE = 64 << 20  # bytes of all gradients of states from which on it does
+
+
+@cache
+def span(gpu: device.Device, programs: int, chunks: int, K: int) -> int:
+    """Returns the chunks of a segment where that takes the least time, by sizes alone; 0 for no segments, as where
+    chains fill half of a GPU or two segments' M do not fit in a multiprocessor's shared memory.
+
+    In tenths of a step of a chain: a step without outputs takes 7, a segment in `chain_segments` 4, and two more starts
+    20. A first segment needs no M, and a last one neither."""
+    M = gpu.multiprocessors
+    BK = max(16, triton.next_power_of_2(K))  # `chain_segments` holds two segments' M
+    if K > 128 or not 0 < 2 * programs <= M or gpu.backend == "hip" or gpu.shared_memory < 8 * BK * BK + 128 * BK:
+        return 0
+
+    def time(count: int) -> int:
+        rounds, ends = -(-programs * count // M), -(-programs * (2 * count - 3) // M) if count > 1 else 0
+        return -(-chunks // count) * (10 * rounds + 7 * ends) + (20 + 4 * count if count > 1 else 0)
+
+    best = min(range(1, min(M // programs, max(chunks, 1)) + 1), key=time)
+    return -(-chunks // best) if best > 1 else 0
+
+
+def part(chunks: int, size: int) -> int:
+    """Returns how many chunks' gradients of states backward keeps, of `size` bytes for all chunks."""
+    return -(-chunks // (16 * PARTS)) * 16 if size >= LARGE and chunks >= 8 * PARTS else 0  # by 16: one kernel for all
+
+
+def _packing(call: DeltaCall, tiles: Tiles, backward: bool) -> tuple[Packing, int]:
+    """Where chunks and segments are, and how many chunks backward takes at a time, or 0 for all."""
+    (B, T, HV, V), K, C, ends = call.v.shape, call.k.shape[3], tiles.rows, call.ends
+    N = B if ends is None else ends.numel() - 1
+    slices, most, some = -(-V // tiles.chain), -(-T // C), 0
+    length = 0
+    if not tracing():  # sizes may be symbols there, and what is kept inside a call does not matter
+        length = span(device.of(call.v), N * HV * slices, most if ends is None else -(-most // max(N, 1)), K)
+    if not 0 < length < most:
+        length, rooms = most + 1, 1 if ends is None else N
+        if backward and ends is None and not tracing():
+            some = part(most, B * HV * most * V * K * call.v.element_size())
+    else:
+        rooms = -(-most // length) if ends is None else T // (length * C) + N
+    chunks = most + some if ends is None else T // C + N
+    return Packing(ends, T, HV, chunks, N, C, B * T * HV, 0, length, rooms, slices), some
+
+
+def _in(room: Maybe, width: int, like: torch.Tensor, own: bool = True) -> Maybe:
+    """A tensor (B, T, heads, `width`) of `like`'s dtype in the memory of a gradient that is written last, or None where
+    it has another form; without `own` its rows may be longer."""
+    if room is None or (own and (room.dtype != like.dtype or room.shape[3] != width)):
+        return None
+    row = room.shape[3] * room.element_size()
+    if width * like.element_size() > row or (not own and row % 16):  # rows that loads of 16 bytes reach
+        return None
+    return room if own else room.view(like.dtype)
+
+
+def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = None) -> tuple[Plan, int]:
+    """Makes the matrices of all chunks, and per channel the rows with their decays. Backward gives rooms: dq and dk,
+    which hold what is not read when they are written. Also returns the chunks that backward takes at a time."""
     (B, T, HV, V), K, C = call.v.shape, call.k.shape[3], tiles.rows
     low, gate = call.a is not None, call.g.dim() - 2
     form = DeltaForm(
         K, V, max(16, triton.next_power_of_2(K)), tiles.slice, tiles.channels, C, C.bit_length() - 1, gate,
-        low, call.normalize, call.v.dtype == torch.float32, _solver(call), False,
+        low, call.normalize, call.v.dtype == torch.float32, _solver(call), False, False,
     )  # fmt: skip
-    sequences = B if call.ends is None else call.ends.numel() - 1
-    chunks = -(-T // C) if call.ends is None else T // C + sequences
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": call.v.device}
+    packing, some = _packing(call, tiles, rooms is not None)
+    chunks, width = packing.chunks, 2 * C
+    in_q, in_k = rooms or (None, None)
+    wide = _wide(call)
     data: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
-    squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
-    read, plain = squares[2:] if low else (None, None)
+    read = plain = None
+    if gate == 1:
+        both = _in(in_k, width, call.v, False)
+        both = torch.empty((B, T, HV, width), **data) if both is None else both
+        width, squares = both.shape[3], [both[..., C:], both]
+    else:
+        squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
+        read, plain = squares[2:] if low else (None, None)
     lengths = torch.empty((B, HV, chunks, 2, C), **wide) if call.normalize else None
     decays = None if low else torch.empty((B, HV, chunks, 4, C), **wide)
     whole = torch.empty((B, HV, chunks) if gate == 1 else (B, HV, chunks, K), **wide)
-    matrices = Matrices(squares[0], squares[1], read, plain, lengths, decays, whole)
+    matrices = Matrices(squares[0], squares[1], read, plain, lengths, decays, whole, width)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
     q, k, _, a, b, g, beta = tensors
     reads = Reads(q, k, k, None)
     if gate == 2:
-        decayed = [torch.empty((B, T, HV, K), **data) for _ in range(3 + low)]
+        held = [_in(t, K, call.v) for t in (in_q, in_k)]
+        decayed = [torch.empty((B, T, HV, K), **data) if t is None else t for t in (*held, *[None] * (1 + low))]
         reads = Reads(*[call.rows(t) for t in decayed], *[None] * (1 - low))
+    present = -(-T // C) if call.ends is None else chunks
+    axis = HV if call.ends is not None else B * HV
     plan = Plan(
-        form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
-        (-(-V // tiles.chain), sequences * HV), tensors, reads, matrices,
+        form, tiles, packing, (present, axis), (packing.rooms * packing.slices, axis),
+        (packing.slices, packing.sequences * HV), tensors, reads, matrices,
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
     if tiles.registers is not None:
         facts["maxnreg"] = tiles.registers
     if gate == 1:
-        launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, plan.packing, **facts)
+        launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, packing, **facts)
     else:
-        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, beta, reads, matrices, plan.packing, **facts)
-    return plan
+        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, beta, reads, matrices, packing, **facts)
+    return plan, some
+
+
+def _wide(call: DeltaCall) -> dict[str, Any]:
+    return {"dtype": torch.float32, "device": call.v.device}
+
+
+def _segments(plan: Plan, call: DeltaCall) -> tuple[Maybe, Maybe]:
+    """Room for N and M of all segments and for the states before them, if sequences are cut."""
+    K, V = plan.form.K, plan.form.V
+    if plan.packing.span * plan.packing.unit > plan.packing.tokens:
+        return None, None
+    shape, fresh = (plan.chains[1], plan.packing.rooms), _wide(call)
+    return torch.empty((*shape, V + K, K), **fresh), torch.empty((*shape, V, K), **fresh)
+
+
+def _join(plan: Plan, call: DeltaCall, states: ChunkStates, reverse: bool) -> None:
+    """Finds the states before segments, from their N and M."""
+    gpu, single = device.of(call.v), plan.form.SINGLE
+    form = plan.form._replace(BV=16, PRECISION=call.precision if single else _thrice(gpu))
+    facts: dict[str, Any] = {"num_warps": 8, "num_stages": 2 if gpu.capability == 90 else 1}
+    grid = -(-form.V // 16), plan.pairs[1]
+    launch(chain_segments, grid, states, plan.packing, form=form, REVERSE=reverse, **facts)
 
 
 def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
+    """Goes through all sequences; where they are cut, first for N and M of each segment."""
+    args, packing = (plan.reads, plan.tensors[2], call.rows(o), plan.matrices, states), plan.packing
     form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
-    launch(
-        chain_states, plan.chains, plan.reads, plan.tensors[2], call.rows(o), plan.matrices, states,
-        plan.packing, call.scale, form=form, num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages[0],
-    )  # fmt: skip
+    facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
+    if states.made is not None:
+        both = packing._replace(slices=packing.slices + -(-form.K // form.BV))
+        grid, ends = (packing.rooms * both.slices, plan.chains[1]), form._replace(OUT=False, ENDS=True)
+        launch(chain_states, grid, *args, both, call.scale, form=ends, **facts)
+        _join(plan, call, states, False)
+    launch(chain_states, plan.chains, *args, packing, call.scale, form=form, **facts)
 
 
 def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
@@ -158,43 +260,89 @@ def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
         token = _step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
         _step.start(o, last, token, call.first, call.scale)
         return
-    chain(prepare(call, tiles_of(call, False)), call, o, ChunkStates(call.first, last, None, None, None, None))
+    plan, _ = prepare(call, tiles_of(call, False))
+    chain(plan, call, o, ChunkStates(call.first, last, None, None, None, None, *_segments(plan, call)))
+
+
+def _from(t: Maybe, chunk: int) -> Maybe:
+    return None if t is None else t[:, :, chunk:]
+
+
+def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, begin: int,
+                     count: int) -> None:  # fmt: skip
+    """The gradients of q, k, a, b and the gate in `count` chunks from `begin` on."""
+    q, k, v, a, b, g, beta = plan.tensors
+    m, packing = plan.matrices, plan.packing._replace(begin=begin)
+    own = *[_from(t, begin) for t in (m.lengths, m.decays, m.whole)], m.width  # found by a program's number
+    matrices = Matrices(*m[:4], *own)
+    before, later = _from(states.before, begin), _from(states.later, begin)
+    states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
+    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
+    grid = count, plan.parallel[1]
+    if plan.form.GATE == 1:
+        launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
+    else:
+        launch(
+            gradients_by_channel, grid, q, k, v, a, b, g, beta, rows, matrices, states, grads, packing, call.scale,
+            **facts,
+        )  # fmt: skip
+
+
+def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int) -> None:
+    """The chain in reverse and the gradients of its chunks, `some` chunks at a time if not 0."""
+    form, packing, present = plan.form._replace(BV=plan.tiles.chain), plan.packing, plan.parallel[0]
+    facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
+
+    def walk(form: DeltaForm, states: ChunkStates, packing: Packing) -> None:
+        args = plan.reads, rows, plan.matrices, states, grads, packing, call.scale
+        launch(chain_gradients, plan.chains, *args, form=form, **facts)
+
+    if states.made is not None:
+        walk(form._replace(ENDS=True), states, packing)
+        _join(plan, call, states, True)
+    if not some:
+        walk(form, states, packing)
+        _chunk_gradients(plan, call, rows, states, grads, 0, present)
+        return
+    carry = torch.empty((*plan.pairs[1:], form.K, form.V), **_wide(call))
+    first = states.first
+    if first is None:
+        first = carry.fill_(0)
+    for begin in range((present - 1) // some * some, -1, -some):
+        last = states.last if begin == 0 and states.last is not None else carry
+        walk(form, states._replace(first=first, last=last), packing._replace(begin=begin, span=some))
+        _chunk_gradients(plan, call, rows, states, grads, begin, min(some, present - begin))
+        first = carry
 
 
 def delta_bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, dbeta: Maybe, da: Maybe, db: Maybe,
     dfirst: Maybe, do: torch.Tensor, dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
-    """Makes the matrices and the states again, then the states' gradients, then everything else chunk by chunk."""
+    """Makes the matrices and the states again, then the states' gradients and everything else, in reverse order.
+
+    Memory: the gradients of states are those of some chunks at a time, and lie `some` chunks on in the tensor of the
+    states, where those have been read. L and P lie in dk's rows, or the rows that read the state in dq's and dk's,
+    and U in dq's: the kernel that writes a row of dq and dk comes after all that read what lies there, or reads it
+    first."""
     call = DeltaCall(*inputs)
-    plan = prepare(call, tiles_of(call, True))
+    plan, some = prepare(call, tiles_of(call, True), (dq, dk))
     B, _, HV, V = call.v.shape
-    shape = B, HV, plan.packing.chunks, V, call.k.shape[3]
+    by_token, K = plan.form.GATE == 1, plan.form.K
     fresh: dict[str, Any] = {"dtype": call.v.dtype, "device": call.v.device}
-    before, later, solved = torch.empty(shape, **fresh), torch.empty(shape, **fresh), torch.empty(dv.shape, **fresh)
+    before = torch.empty((B, HV, plan.packing.chunks, V, K), **fresh)
+    later = before[:, :, some:] if some else torch.empty_like(before)
+    solved = _in(dq if by_token else None, V, dv)
+    solved = torch.empty(dv.shape, **fresh) if solved is None else solved
     turned = torch.empty(dv.shape, **fresh) if plan.form.LOW else None
-    chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None))
-    q, k, v, a, b, g, beta = plan.tensors
-    rows, slices, sums = call.rows(do), plan.chains[0], dbeta
+    made, starts = _segments(plan, call)
+    chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None, made, starts))
+    slices, sums = plan.packing.slices, dbeta
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
-    grads = Grads(dq, dk, dv, dg, sums, da, db)
-    launch(
-        chain_gradients, plan.chains, plan.reads, rows, plan.matrices,
-        ChunkStates(dlast, dfirst, None, later, solved, turned), grads, plan.packing, call.scale,
-        form=plan.form._replace(BV=plan.tiles.chain), num_warps=plan.tiles.warps[1], num_stages=plan.tiles.stages[0],
-    )  # fmt: skip
-    states = ChunkStates(None, None, before, later, solved, turned)
-    facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
-    if plan.form.GATE == 1:
-        launch(
-            gradients_by_token, plan.parallel, q, k, g, rows, plan.matrices, states, grads, plan.packing, call.scale,
-            **facts,
-        )  # fmt: skip
-    else:
-        launch(
-            gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, plan.matrices, states, grads,
-            plan.packing, call.scale, **facts,
-        )  # fmt: skip
+    rows = call.rows(do)
+    assert rows is not None
+    states = ChunkStates(dlast, dfirst, before, later, solved, turned, made, starts)
+    _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some)
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)
