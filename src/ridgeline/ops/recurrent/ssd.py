@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
+from ridgeline.ops.recurrent import _head_chunks
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -195,3 +196,4 @@ OP.eager(
     supports=lambda *_, cu_seqlens=None, **__: "it takes no packed sequences" if cu_seqlens is not None else None,
 )  # fmt: skip
 OP.kernel("triton", IDEA, **KERNEL)
+OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL)

@@ -1,0 +1,388 @@
+"""The chunk engine of `_scan.py` for a gate per token and head, or none, in half precision: all chunks side by side.
+
+Only the states need order. `write_states` walks a head's chunks, makes nothing but them, and writes the state before
+each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs` and
+`write_gradients` then take all chunks at once. A chunk has one block of rows or two, and a program takes one block, so
+states are written half as often as a block's own pairs would need.
+
+No factor exceeds 1: pairs within a block decay by e^(G_i - G_j), those of two blocks by the decay since the edge
+between them times the decay until it. The gate's gradient is the four sums of `_scan.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ridgeline.ops.recurrent._scan import find_head, find_span, finish, first_state, tile_at
+
+
+class BlockForm(NamedTuple):
+    """What the kernels of a block of rows are compiled for."""
+
+    K: int
+    V: int
+    BK: int
+    BV: int
+    R: int  # rows of a block
+    BLOCKS: int  # of a chunk, 1 or 2
+    GATE: int  # 0: none, 1: per token
+
+
+class Room(NamedTuple):
+    """Where sequences and their chunks are."""
+
+    ends: Any  # cu_seqlens or None
+    tokens: Any  # T
+    heads: Any  # of v
+    chunks: Any  # that a head has room for; of packed sequences each has room for one more than it may need
+    sequences: Any
+    unit: Any  # rows of a chunk
+    all_rows: Any  # B T heads
+
+
+class HeadGrads(NamedTuple):
+    """(B, T, value heads, columns), contiguous."""
+
+    q: Any
+    k: Any
+    v: Any  # of v times its token's factor
+    sums: Any  # what queries and keys bring to the gates of their block, (2, B, T, heads) in float32, or None
+    alone: Any  # what they bring to those of the other block, (chunks, BLOCKS, 2) in float32
+    held: Any  # what goes past each chunk, in float32
+
+
+@triton.jit
+def _halved(x):
+    """e^x for x <= 0."""
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@triton.jit
+def _first_chunk(room, n):
+    return tl.load(room.ends + n) // room.unit + n
+
+
+@triton.jit
+def _place(room, chunk):
+    """Of a program's head and one of the chunks it has room for: the sequence, the head, where the sequence begins, its
+    tokens, the chunk's first token, and its place among all chunks."""
+    pair = tl.program_id(1)
+    n, h = pair // room.heads, pair % room.heads
+    kept = chunk
+    if room.ends is not None:
+        n, beyond = 0 * chunk, 0 * chunk + room.sequences
+        while beyond - n > 1:  # the last sequence whose room begins here or before
+            middle = (n + beyond) // 2
+            here = _first_chunk(room, middle) <= kept
+            n, beyond = tl.where(here, middle, n), tl.where(here, beyond, middle)
+        chunk = kept - _first_chunk(room, n)
+    start, tokens = find_span(room, n)
+    return n, h, start, tokens, chunk * room.unit, pair.to(tl.int64) * room.chunks + kept
+
+
+@triton.jit
+def _decays(gate, place, first, end, C: tl.constexpr):
+    """Sums of the gates of C rows: through each row, after it, and of all. They are sums, never differences."""
+    inner = tl.arange(0, C)
+    rows = first + inner
+    at = place + rows.to(tl.int64) * gate.token
+    own = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
+    later = tl.load(at + gate.token, mask=(inner < C - 1) & (rows + 1 < end), other=0.0).to(tl.float32)
+    return tl.cumsum(own, 0), tl.cumsum(later, 0, reverse=True), tl.sum(own, 0)
+
+
+@triton.jit
+def _factors(step, place, rows, end):
+    """Each token's factor of v."""
+    return tl.load(place + rows.to(tl.int64) * step.token, mask=rows < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_states(a, c, gate, step, states, room, length, factor, form: tl.constexpr, OUT: tl.constexpr):
+    """S = S e^(gates of the chunk) + factor a^T (c times its decays) over a segment of a sequence and head, for BN
+    columns: c decays until the chunk's end, or reversed since its begin. With OUT the state before each chunk is
+    written to states.marks, else the one after the segment alone."""
+    C: tl.constexpr = form.C
+    slices: tl.constexpr = (form.N + form.BN - 1) // form.BN
+    segment, part = tl.program_id(0) // slices, tl.program_id(0) % slices
+    columns, depth, inner = part * form.BN + tl.arange(0, form.BN), tl.arange(0, form.BD), tl.arange(0, C)
+    pair = tl.program_id(1)
+    n, h = pair // room.heads, pair % room.heads
+    start, tokens = find_span(room, n)
+    inside = (depth < form.D)[:, None] & (columns < form.N)[None, :]
+    plain = depth[:, None] * form.N + columns[None, :]  # in a buffer of ours
+    ours = pair.to(tl.int64) * (form.D * form.N)
+    given = ours + depth[:, None] * states.row + columns[None, :] * states.column
+    state = first_state(states, given, segment, ours + plain, inside, form, OUT)
+    from_a, from_c = find_head(a, n, h, room.ends, start), find_head(c, n, h, room.ends, start)
+    from_g, from_step = from_a, from_a
+    if form.GATE:
+        from_g = find_head(gate, n, h, room.ends, start)
+    if step is not None:
+        from_step = find_head(step, n, h, room.ends, start)
+    place = pair.to(tl.int64) * room.chunks
+    if room.ends is not None:
+        place = h.to(tl.int64) * room.chunks + start // room.unit + n
+    decay = tl.cast(0.0, tl.float32)
+    begin, end = segment * length, tl.minimum((segment + 1) * length, tokens)
+    chunks = tl.maximum(tl.cdiv(end - begin, C), 0)
+    for turn in range(chunks):
+        first = begin + (chunks - 1 - turn if form.REVERSE else turn) * C
+        rows = first + inner
+        ta = tile_at(from_a, a.token, rows, depth, end, form.D)
+        tc = tile_at(from_c, c.token, rows, columns, end, form.N)
+        if OUT:
+            spots = states.marks + (place + first // C) * (form.D * form.N) + plain
+            tl.store(spots, state, mask=inside)
+        if form.GATE:
+            before, after, total = _decays(gate, from_g, first, end, C)
+            tc = (tc * _halved(before if form.REVERSE else after)[:, None]).to(tc.dtype)
+            state *= _halved(total)
+            decay += total
+        if step is not None:
+            tc = (tc * _factors(step, from_step, rows, end)[:, None]).to(tc.dtype)
+        state += factor * tl.dot(tl.trans(ta), tc)
+    channels = depth  # of a gate per channel, which `finish` knows too
+    finish(states, state, decay, given, segment, ours + plain, inside, channels, form, OUT)
+
+
+@triton.jit
+def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
+    """A block's own pairs with their decays: rows are queries and columns keys, or TURNED the other way."""
+    row = tl.arange(0, form.R)
+    i, j = row[:, None], row[None, :]
+    seen = j >= i if TURNED else i >= j
+    if form.GATE:
+        apart = before[None, :] - before[:, None] if TURNED else before[:, None] - before[None, :]
+        scores *= _halved(tl.where(seen, apart, 0.0))
+    return tl.where(seen, scores, 0.0)
+
+
+@triton.jit
+def _state_at(marks, place, form: tl.constexpr):
+    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
+    inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+    return tl.load(marks + place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :], inside, other=0.0)
+
+
+@triton.jit
+def write_outputs(q, k, v, out, gate, step, marks, room, scale, form: tl.constexpr):
+    """A block's outputs, from the state before its chunk and the chunk's rows."""
+    R: tl.constexpr = form.R
+    part = tl.program_id(0) % form.BLOCKS
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    first += part * R
+    if first >= tokens:
+        return
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
+    from_v, to = find_head(v, n, h, room.ends, start), find_head(out, n, h, room.ends, start)
+    from_g, from_step = from_q, from_q
+    if form.GATE:
+        from_g = find_head(gate, n, h, room.ends, start)
+    if step is not None:
+        from_step = find_head(step, n, h, room.ends, start)
+    tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
+    found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
+    for _ in range(part):  # the block before
+        old = rows - R
+        weights = tl.dot(tq, tl.trans(tile_at(from_k, k.token, old, depth, tokens, form.K)))
+        if form.GATE:
+            _, after, total = _decays(gate, from_g, first - R, tokens, R)
+            weights *= _halved(after)[None, :]
+            found *= _halved(total)
+        if step is not None:
+            weights *= _factors(step, from_step, old, tokens)[None, :]
+        found += tl.dot(weights.to(tq.dtype), tile_at(from_v, v.token, old, columns, tokens, form.V))
+    weights = tl.dot(tq, tl.trans(tile_at(from_k, k.token, rows, depth, tokens, form.K)))
+    before = tl.zeros([R], tl.float32)
+    if form.GATE:
+        before, _, _ = _decays(gate, from_g, first, tokens, R)
+        found *= _halved(before)[:, None]
+    weights = _own(weights, before, form, False)
+    if step is not None:
+        weights *= _factors(step, from_step, rows, tokens)[None, :]
+    found += tl.dot(weights.to(tq.dtype), tile_at(from_v, v.token, rows, columns, tokens, form.V))
+    there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
+    tl.store(to + rows.to(tl.int64)[:, None] * out.token + columns[None, :], scale * found, mask=there)
+
+
+@triton.jit
+def _rows_of(grad, where, room, rows, columns, WIDTH: tl.constexpr):
+    """Where a block's rows are in a gradient."""
+    n, h, start = where[0], where[1], where[2]
+    row = n.to(tl.int64) * room.tokens + start + rows
+    if room.ends is not None:
+        row = start + rows
+    return grad + (row[:, None] * room.heads + h) * WIDTH + columns[None, :]
+
+
+@triton.jit
+def _queries(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dq. Returns what its queries bring to their gates, but for pairs within the block, and the sum
+    of what they have with the state alone."""
+    R: tl.constexpr = form.R
+    n, h, start, tokens, first, place = where
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
+    from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
+    from_g, from_step = from_q, from_q
+    before = tl.zeros([R], tl.float32)
+    if form.GATE:
+        from_g = find_head(gate, n, h, room.ends, start)
+        before, _, _ = _decays(gate, from_g, first, tokens, R)
+    if step is not None:
+        from_step = find_head(step, n, h, room.ends, start)
+    tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
+    found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
+    alone, mine = tl.cast(0.0, tl.float32), before
+    for _ in range((first // R) % form.BLOCKS):  # keys of the block before
+        old = rows - R
+        weights = tl.dot(tdo, tl.trans(tile_at(from_v, v.token, old, columns, tokens, form.V)))
+        if form.GATE:
+            _, after, total = _decays(gate, from_g, first - R, tokens, R)
+            weights *= _halved(after)[None, :]
+            found *= _halved(total)
+            tq = tile_at(from_q, q.token, rows, depth, tokens, form.K).to(tl.float32)
+            alone = tl.sum(tl.sum(tq * found, 1) * _halved(before), 0)
+        if step is not None:
+            weights *= _factors(step, from_step, old, tokens)[None, :]
+        found += tl.dot(weights.to(tdo.dtype), tile_at(from_k, k.token, old, depth, tokens, form.K))
+    weights = tl.dot(tdo, tl.trans(tile_at(from_v, v.token, rows, columns, tokens, form.V)))
+    weights = _own(weights, before, form, False)
+    if form.GATE:
+        found *= _halved(before)[:, None]
+        tq = tile_at(from_q, q.token, rows, depth, tokens, form.K).to(tl.float32)
+        mine = scale * tl.cumsum(tl.sum(tq * found, 1), 0, reverse=True)  # queries from each gate on
+    if step is not None:
+        weights *= _factors(step, from_step, rows, tokens)[None, :]
+    found += tl.dot(weights.to(tdo.dtype), tile_at(from_k, k.token, rows, depth, tokens, form.K))
+    here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
+    tl.store(_rows_of(grads.q, where, room, rows, depth, form.K), scale * found, mask=here)
+    return mine, scale * alone
+
+
+@triton.jit
+def _keys(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dk and dv. Returns what its keys bring to their gates, with the pairs within the block, and the
+    sum of what they have with the state's gradient alone."""
+    R: tl.constexpr = form.R
+    n, h, start, tokens, first, place = where
+    row = tl.arange(0, R)
+    rows, depth, columns = first + row, tl.arange(0, form.BK), tl.arange(0, form.BV)
+    from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
+    from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
+    from_g = from_q
+    before, alone = tl.zeros([R], tl.float32), tl.cast(0.0, tl.float32)
+    soon, mine = before + 1.0, before
+    if form.GATE:
+        from_g = find_head(gate, n, h, room.ends, start)
+        before, after, _ = _decays(gate, from_g, first, tokens, R)
+        soon = _halved(after)
+    weight = soon  # of v in k's gradient
+    if step is not None:
+        factor = _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
+        weight *= factor
+    tk, tv = (
+        tile_at(from_k, k.token, rows, depth, tokens, form.K),
+        tile_at(from_v, v.token, rows, columns, tokens, form.V),
+    )
+    turned = _state_at(marks, place, form).to(tv.dtype)
+    of_k, of_v = tl.dot(tv, tl.trans(turned)), tl.dot(tk, turned)
+    for _ in range(form.BLOCKS - 1 - (first // R) % form.BLOCKS):  # queries of the block after
+        new = rows + R
+        tdo = tile_at(from_do, do.token, new, columns, tokens, form.V)
+        tq = tile_at(from_q, q.token, new, depth, tokens, form.K)
+        products, scores = scale * tl.dot(tv, tl.trans(tdo)), scale * tl.dot(tk, tl.trans(tq))
+        if form.GATE:
+            late, _, total = _decays(gate, from_g, first + R, tokens, R)
+            products *= _halved(late)[None, :]
+            scores *= _halved(late)[None, :]
+            of_k *= _halved(total)
+            of_v *= _halved(total)
+            alone = tl.sum(tl.sum(tk.to(tl.float32) * of_k, 1) * weight, 0)
+        of_k += tl.dot(products.to(tq.dtype), tq)
+        of_v += tl.dot(scores.to(tq.dtype), tdo)
+    of_k *= weight[:, None]
+    of_v *= soon[:, None]
+    tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
+    tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
+    scores = _own(scale * tl.dot(tk, tl.trans(tq)), before, form, True)
+    products = tl.dot(tv, tl.trans(tdo))
+    if step is not None:
+        products *= factor[:, None]
+    if form.GATE:
+        earlier = row[:, None] < row[None, :]
+        mine = tl.sum(tl.where(earlier, tl.sum(tk.to(tl.float32) * of_k, 1)[:, None], 0.0), 0)  # keys before each gate
+        mine += tl.sum(tl.where(earlier, tl.cumsum(scores * products, 1, reverse=True), 0.0), 0)  # and both sides of it
+    products = _own(scale * products, before, form, True)
+    of_k += tl.dot(products.to(tq.dtype), tq)
+    of_v += tl.dot(scores.to(tq.dtype), tdo)
+    here = (rows < tokens)[:, None]
+    tl.store(_rows_of(grads.k, where, room, rows, depth, form.K), of_k, mask=here & (depth < form.K)[None, :])
+    tl.store(_rows_of(grads.v, where, room, rows, columns, form.V), of_v, mask=here & (columns < form.V)[None, :])
+    return mine, alone
+
+
+@triton.jit
+def _past(before, after, gate, from_g, first, end, place, form: tl.constexpr):
+    """What keys before a chunk bring to its gates with queries after it: the decayed <state, its gradient>."""
+    PIECE: tl.constexpr = 16
+    both = tl.zeros([PIECE, form.BV], tl.float32)
+    columns = tl.arange(0, form.BV)
+    for piece in range(form.BK // PIECE):
+        depth = piece * PIECE + tl.arange(0, PIECE)
+        inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
+        at = place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :]
+        one = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
+        both += one * tl.load(after + at, mask=inside, other=0.0).to(tl.float32)
+    rows = first + tl.arange(0, form.R * form.BLOCKS)
+    g = tl.load(from_g + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
+    return _halved(tl.sum(g, 0)) * tl.sum(tl.sum(both, 1), 0)
+
+
+@triton.jit
+def write_gradients(q, k, v, do, gate, step, before, after, grads, room, scale, form: tl.constexpr):
+    """A block's gradients: one program for its queries and one for its keys, which read the same rows. before, after:
+    the states before each chunk and the gradients of those after it."""
+    side, spot = tl.program_id(0) % 2, tl.program_id(0) // 2
+    part = spot % form.BLOCKS
+    n, h, start, tokens, first, place = _place(room, spot // form.BLOCKS)
+    first += part * form.R
+    if first >= tokens:
+        return
+    where = (n, h, start, tokens, first, place)
+    if side == 0:
+        mine, alone = _queries(q, k, v, do, gate, step, before, grads, where, room, scale, form)
+        if form.GATE and part == 0:
+            from_g = find_head(gate, n, h, room.ends, start)
+            tl.store(grads.held + place, _past(before, after, gate, from_g, first, tokens, place, form))
+    else:
+        mine, alone = _keys(q, k, v, do, gate, step, after, grads, where, room, scale, form)
+    if form.GATE:
+        rows = first + tl.arange(0, form.R)
+        at = _rows_of(grads.sums + side * room.all_rows, where, room, rows, tl.arange(0, 1), 1)
+        tl.store(at, mine[:, None], mask=(rows < tokens)[:, None])
+        tl.store(grads.alone + (place * form.BLOCKS + part) * 2 + side, alone)
+
+
+@triton.jit
+def join_gates(dg, grads, room, form: tl.constexpr):
+    """A chunk's dg, (B, T, heads) in float32, from what its blocks' queries and keys bring."""
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0))
+    if first >= tokens:
+        return
+    inner = tl.arange(0, form.R * form.BLOCKS)
+    rows, here = (first + inner)[:, None], (first + inner < tokens)[:, None]
+    where = (n, h, start, tokens, first, place)
+    at = _rows_of(0, where, room, first + inner, tl.arange(0, 1), 1)
+    found = tl.load(grads.sums + at, mask=here, other=0.0)
+    found += tl.load(grads.sums + room.all_rows + at, mask=here, other=0.0) + tl.load(grads.held + place)
+    if form.BLOCKS > 1:
+        second = (inner >= form.R)[:, None]
+        late = tl.load(grads.alone + place * 4 + 2 + 0 * rows, mask=(second == 0) & (first + form.R < tokens), other=0.0)
+        found += late + tl.load(grads.alone + place * 4 + 1 + 0 * rows, mask=second, other=0.0)
+    tl.store(dg + at, found, mask=here)
