@@ -52,7 +52,9 @@ def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
         return HeadTiles(min(BV, 16), 16, 2, one, one, one)
     if gpu.capability != 90:
         return HeadTiles(min(BV, 32), 32, 2, one, one, one)
-    return HeadTiles(min(BV, 64), 64, 2, {"num_warps": 4, "num_stages": 3}, one, one)
+    import os
+    e = lambda n, d: int(os.environ.get(n, d))
+    return HeadTiles(min(BV, e("BN",64)), 64, e("BLOCKS",2), {"num_warps": e("WW",4), "num_stages": e("WS",2)}, one|{"num_warps": e("OW",4), "num_stages":e("OS",1)}, one|{"num_warps": e("GW",4), "num_stages":e("GS",1)})
 
 
 def prepare(call: _chunks.Call) -> Plan:
@@ -61,7 +63,7 @@ def prepare(call: _chunks.Call) -> Plan:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     C = tiles.rows * tiles.blocks
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
-    room = Room(call.ends, T, HV, chunks, N, C, B * T * HV)
+    room = Room(call.ends, T, HV, chunks, N, C)
     return Plan(call, tiles, BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate), room, None)
 
 
@@ -119,19 +121,16 @@ def bwd(
     before = walk(plan, call.k, call.v, call.first, None, wide, False)
     after = walk(plan, call.q, do, dlast, dfirst, wide, True)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
-    sums = alone = held = None
+    alone = held = None
     if dg is not None:
-        sums = torch.empty((2, *dg.shape), **fresh)
         alone = torch.empty((heads, room.chunks, tiles.blocks, 2), **fresh)
         held = torch.empty((heads, room.chunks), **fresh)
-    grads = HeadGrads(dq, dk, dv, sums, alone, held)
+    grads = HeadGrads(dq, dk, dv, dg, alone, held)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), None if call.g is None else call.rows(call.g)
     args = *rows, plan.step, before, after, grads, room, call.scale
-    launch(
-        write_gradients, (2 * room.chunks * tiles.blocks, heads), *args, form=plan.form, **tiles.gradients
-    )  # fmt: skip
+    launch(write_gradients, (room.chunks * tiles.blocks, heads), *args, form=plan.form, **tiles.gradients)
     if dg is not None:
-        launch(join_gates, (room.chunks, heads), dg, grads, room, form=plan.form, num_warps=1)
+        launch(join_gates, (room.chunks, heads), grads, room, form=plan.form, num_warps=1)
 
 
 def refusal(*args: Any, **given: Any) -> str | None:

@@ -40,7 +40,6 @@ class Room(NamedTuple):
     chunks: Any  # that a head has room for; of packed sequences each has room for one more than it may need
     sequences: Any
     unit: Any  # rows of a chunk
-    all_rows: Any  # B T heads
 
 
 class HeadGrads(NamedTuple):
@@ -49,8 +48,8 @@ class HeadGrads(NamedTuple):
     q: Any
     k: Any
     v: Any  # of v times its token's factor
-    sums: Any  # what queries and keys bring to the gates of their block, (2, B, T, heads) in float32, or None
-    alone: Any  # what they bring to those of the other block, (chunks, BLOCKS, 2) in float32
+    g: Any  # (B, T, value heads) in float32, or None
+    alone: Any  # what a block's queries and keys bring to the other block's gates, (chunks, BLOCKS, 2) in float32
     held: Any  # what goes past each chunk, in float32
 
 
@@ -267,8 +266,8 @@ def _queries(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl
 
 @triton.jit
 def _keys(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.constexpr):
-    """Writes a block's dk and dv. Returns what its keys bring to their gates, with the pairs within the block, and the
-    sum of what they have with the state's gradient alone."""
+    """Writes a block's dk. Returns what its keys bring to their gates, with the pairs within the block, the sum of what
+    they have with the state's gradient alone, and the block's weights of keys with queries."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
     row = tl.arange(0, R)
@@ -277,61 +276,79 @@ def _keys(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.co
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     from_g = from_q
     before, alone = tl.zeros([R], tl.float32), tl.cast(0.0, tl.float32)
-    soon, mine = before + 1.0, before
+    weight, mine = before + 1.0, before  # of v's rows
     if form.GATE:
         from_g = find_head(gate, n, h, room.ends, start)
         before, after, _ = _decays(gate, from_g, first, tokens, R)
-        soon = _halved(after)
-    weight = soon  # of v in k's gradient
+        weight = _halved(after)
     if step is not None:
         factor = _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
         weight *= factor
-    tk, tv = (
-        tile_at(from_k, k.token, rows, depth, tokens, form.K),
-        tile_at(from_v, v.token, rows, columns, tokens, form.V),
-    )
-    turned = _state_at(marks, place, form).to(tv.dtype)
-    of_k, of_v = tl.dot(tv, tl.trans(turned)), tl.dot(tk, turned)
+    tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
+    found = tl.dot(tv, tl.trans(_state_at(marks, place, form).to(tv.dtype)))
     for _ in range(form.BLOCKS - 1 - (first // R) % form.BLOCKS):  # queries of the block after
         new = rows + R
-        tdo = tile_at(from_do, do.token, new, columns, tokens, form.V)
-        tq = tile_at(from_q, q.token, new, depth, tokens, form.K)
-        products, scores = scale * tl.dot(tv, tl.trans(tdo)), scale * tl.dot(tk, tl.trans(tq))
+        products = scale * tl.dot(tv, tl.trans(tile_at(from_do, do.token, new, columns, tokens, form.V)))
         if form.GATE:
             late, _, total = _decays(gate, from_g, first + R, tokens, R)
             products *= _halved(late)[None, :]
-            scores *= _halved(late)[None, :]
-            of_k *= _halved(total)
-            of_v *= _halved(total)
-            alone = tl.sum(tl.sum(tk.to(tl.float32) * of_k, 1) * weight, 0)
-        of_k += tl.dot(products.to(tq.dtype), tq)
-        of_v += tl.dot(scores.to(tq.dtype), tdo)
-    of_k *= weight[:, None]
-    of_v *= soon[:, None]
-    tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
-    tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
-    scores = _own(scale * tl.dot(tk, tl.trans(tq)), before, form, True)
-    products = tl.dot(tv, tl.trans(tdo))
+            found *= _halved(total)
+            tk = tile_at(from_k, k.token, rows, depth, tokens, form.K).to(tl.float32)
+            alone = tl.sum(tl.sum(tk * found, 1) * weight, 0)
+        found += tl.dot(products.to(tv.dtype), tile_at(from_q, q.token, new, depth, tokens, form.K))
+    found *= weight[:, None]
+    products = tl.dot(tv, tl.trans(tile_at(from_do, do.token, rows, columns, tokens, form.V)))
     if step is not None:
         products *= factor[:, None]
+    tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
+    scores = tl.dot(tile_at(from_k, k.token, rows, depth, tokens, form.K), tl.trans(tq))
+    scores = _own(scale * scores, before, form, True)
     if form.GATE:
+        tk = tile_at(from_k, k.token, rows, depth, tokens, form.K).to(tl.float32)
         earlier = row[:, None] < row[None, :]
-        mine = tl.sum(tl.where(earlier, tl.sum(tk.to(tl.float32) * of_k, 1)[:, None], 0.0), 0)  # keys before each gate
+        mine = tl.sum(tl.where(earlier, tl.sum(tk * found, 1)[:, None], 0.0), 0)  # keys before each gate
         mine += tl.sum(tl.where(earlier, tl.cumsum(scores * products, 1, reverse=True), 0.0), 0)  # and both sides of it
-    products = _own(scale * products, before, form, True)
-    of_k += tl.dot(products.to(tq.dtype), tq)
-    of_v += tl.dot(scores.to(tq.dtype), tdo)
-    here = (rows < tokens)[:, None]
-    tl.store(_rows_of(grads.k, where, room, rows, depth, form.K), of_k, mask=here & (depth < form.K)[None, :])
-    tl.store(_rows_of(grads.v, where, room, rows, columns, form.V), of_v, mask=here & (columns < form.V)[None, :])
-    return mine, alone
+    found += tl.dot(_own(scale * products, before, form, True).to(tq.dtype), tq)
+    here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
+    tl.store(_rows_of(grads.k, where, room, rows, depth, form.K), found, mask=here)
+    return mine, alone, scores.to(tq.dtype)
+
+
+@triton.jit
+def _values(q, k, do, gate, marks, scores, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dv. scores: the block's weights of keys with queries."""
+    R: tl.constexpr = form.R
+    n, h, start, tokens, first, place = where
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
+    from_do = find_head(do, n, h, room.ends, start)
+    from_g = from_q
+    if form.GATE:
+        from_g = find_head(gate, n, h, room.ends, start)
+    tk = tile_at(from_k, k.token, rows, depth, tokens, form.K)
+    found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
+    for _ in range(form.BLOCKS - 1 - (first // R) % form.BLOCKS):  # queries of the block after
+        new = rows + R
+        weights = scale * tl.dot(tk, tl.trans(tile_at(from_q, q.token, new, depth, tokens, form.K)))
+        if form.GATE:
+            late, _, total = _decays(gate, from_g, first + R, tokens, R)
+            weights *= _halved(late)[None, :]
+            found *= _halved(total)
+        found += tl.dot(weights.to(tk.dtype), tile_at(from_do, do.token, new, columns, tokens, form.V))
+    if form.GATE:
+        _, after, _ = _decays(gate, from_g, first, tokens, R)
+        found *= _halved(after)[:, None]
+    found += tl.dot(scores, tile_at(from_do, do.token, rows, columns, tokens, form.V))
+    here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
+    tl.store(_rows_of(grads.v, where, room, rows, columns, form.V), found, mask=here)
 
 
 @triton.jit
 def _past(before, after, gate, from_g, first, end, place, form: tl.constexpr):
     """What keys before a chunk bring to its gates with queries after it: the decayed <state, its gradient>."""
     PIECE: tl.constexpr = 16
-    both = tl.zeros([PIECE, form.BV], tl.float32)
+    BV: tl.constexpr = form.BV
+    both = tl.zeros([PIECE, BV], tl.float32)
     columns = tl.arange(0, form.BV)
     for piece in range(form.BK // PIECE):
         depth = piece * PIECE + tl.arange(0, PIECE)
@@ -346,43 +363,40 @@ def _past(before, after, gate, from_g, first, end, place, form: tl.constexpr):
 
 @triton.jit
 def write_gradients(q, k, v, do, gate, step, before, after, grads, room, scale, form: tl.constexpr):
-    """A block's gradients: one program for its queries and one for its keys, which read the same rows. before, after:
-    the states before each chunk and the gradients of those after it."""
-    side, spot = tl.program_id(0) % 2, tl.program_id(0) // 2
-    part = spot % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, spot // form.BLOCKS)
+    """A block's gradients. before, after: the states before each chunk and the gradients of those after it."""
+    part = tl.program_id(0) % form.BLOCKS
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
     first += part * form.R
     if first >= tokens:
         return
     where = (n, h, start, tokens, first, place)
-    if side == 0:
-        mine, alone = _queries(q, k, v, do, gate, step, before, grads, where, room, scale, form)
-        if form.GATE and part == 0:
-            from_g = find_head(gate, n, h, room.ends, start)
-            tl.store(grads.held + place, _past(before, after, gate, from_g, first, tokens, place, form))
-    else:
-        mine, alone = _keys(q, k, v, do, gate, step, after, grads, where, room, scale, form)
+    mine, alone = _queries(q, k, v, do, gate, step, before, grads, where, room, scale, form)
+    keys, other, scores = _keys(q, k, v, do, gate, step, after, grads, where, room, scale, form)
+    _values(q, k, do, gate, after, scores, grads, where, room, scale, form)
     if form.GATE:
         rows = first + tl.arange(0, form.R)
-        at = _rows_of(grads.sums + side * room.all_rows, where, room, rows, tl.arange(0, 1), 1)
-        tl.store(at, mine[:, None], mask=(rows < tokens)[:, None])
-        tl.store(grads.alone + (place * form.BLOCKS + part) * 2 + side, alone)
+        at = _rows_of(grads.g, where, room, rows, tl.arange(0, 1), 1)
+        tl.store(at, (mine + keys)[:, None], mask=(rows < tokens)[:, None])
+        spot = grads.alone + (place * form.BLOCKS + part) * 2
+        tl.store(spot, alone)
+        tl.store(spot + 1, other)
+        if part == 0:
+            from_g = find_head(gate, n, h, room.ends, start)
+            tl.store(grads.held + place, _past(before, after, gate, from_g, first, tokens, place, form))
 
 
 @triton.jit
-def join_gates(dg, grads, room, form: tl.constexpr):
-    """A chunk's dg, (B, T, heads) in float32, from what its blocks' queries and keys bring."""
+def join_gates(grads, room, form: tl.constexpr):
+    """Adds to a chunk's dg what goes past it, and what a block's queries and keys bring to the other block."""
     n, h, start, tokens, first, place = _place(room, tl.program_id(0))
     if first >= tokens:
         return
     inner = tl.arange(0, form.R * form.BLOCKS)
     rows, here = (first + inner)[:, None], (first + inner < tokens)[:, None]
-    where = (n, h, start, tokens, first, place)
-    at = _rows_of(0, where, room, first + inner, tl.arange(0, 1), 1)
-    found = tl.load(grads.sums + at, mask=here, other=0.0)
-    found += tl.load(grads.sums + room.all_rows + at, mask=here, other=0.0) + tl.load(grads.held + place)
+    at = _rows_of(grads.g, (n, h, start, tokens, first, place), room, first + inner, tl.arange(0, 1), 1)
+    found = tl.load(at, mask=here, other=0.0) + tl.load(grads.held + place)
     if form.BLOCKS > 1:
-        second = (inner >= form.R)[:, None]
-        late = tl.load(grads.alone + place * 4 + 2 + 0 * rows, mask=(second == 0) & (first + form.R < tokens), other=0.0)
-        found += late + tl.load(grads.alone + place * 4 + 1 + 0 * rows, mask=second, other=0.0)
-    tl.store(dg + at, found, mask=here)
+        late, spots = (inner >= form.R)[:, None], grads.alone + place * 4 + 0 * rows
+        found += tl.load(spots + 2, mask=(late == 0) & (first + form.R < tokens), other=0.0)
+        found += tl.load(spots + 1, mask=late, other=0.0)
+    tl.store(at, found, mask=here)
