@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import find_head, find_span, finish, first_state, tile_at
+from ridgeline.ops.recurrent._scan import find_head, find_span, finish, first_state
 
 
 class BlockForm(NamedTuple):
@@ -100,6 +100,14 @@ def _factors(step, place, rows, end):
 
 
 @triton.jit
+def _tile(base, step, first, columns, end, C: tl.constexpr, WIDTH: tl.constexpr):
+    """C rows; their offsets have 32 bits beside a base for all, which takes half the registers."""
+    inner = tl.arange(0, C)
+    here = (first + inner < end)[:, None] & (columns < WIDTH)[None, :]
+    return tl.load(base + first.to(tl.int64) * step + (inner[:, None] * step + columns[None, :]), mask=here, other=0.0)
+
+
+@triton.jit
 def write_states(a, c, gate, step, states, room, length, factor, form: tl.constexpr, OUT: tl.constexpr):
     """S = S e^(gates of the chunk) + factor a^T (c times its decays) over a segment of a sequence and head, for BN
     columns: c decays until the chunk's end, or reversed since its begin. With OUT the state before each chunk is
@@ -131,8 +139,8 @@ def write_states(a, c, gate, step, states, room, length, factor, form: tl.conste
     for turn in range(chunks):
         first = begin + (chunks - 1 - turn if form.REVERSE else turn) * C
         rows = first + inner
-        ta = tile_at(from_a, a.token, rows, depth, end, form.D)
-        tc = tile_at(from_c, c.token, rows, columns, end, form.N)
+        ta = _tile(from_a, a.token, first, depth, end, C, form.D)
+        tc = _tile(from_c, c.token, first, columns, end, C, form.N)
         if OUT:
             spots = states.marks + (place + first // C) * (form.D * form.N) + plain
             tl.store(spots, state, mask=inside)
@@ -184,19 +192,18 @@ def write_outputs(q, k, v, out, gate, step, marks, room, scale, form: tl.constex
         from_g = find_head(gate, n, h, room.ends, start)
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
-    tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
+    tq = _tile(from_q, q.token, first, depth, tokens, R, form.K)
     found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
-    for _ in range(part):  # the block before
-        old = rows - R
-        weights = tl.dot(tq, tl.trans(tile_at(from_k, k.token, old, depth, tokens, form.K)))
+    if part > 0:  # the block before
+        weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first - R, depth, tokens, R, form.K)))
         if form.GATE:
-            _, after, total = _decays(gate, from_g, first - R, tokens, R)
+            since, after, total = _decays(gate, from_g, first - R, tokens, R)
             weights *= _halved(after)[None, :]
             found *= _halved(total)
         if step is not None:
-            weights *= _factors(step, from_step, old, tokens)[None, :]
-        found += tl.dot(weights.to(tq.dtype), tile_at(from_v, v.token, old, columns, tokens, form.V))
-    weights = tl.dot(tq, tl.trans(tile_at(from_k, k.token, rows, depth, tokens, form.K)))
+            weights *= _factors(step, from_step, rows - R, tokens)[None, :]
+        found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first - R, columns, tokens, R, form.V))
+    weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first, depth, tokens, R, form.K)))
     before = tl.zeros([R], tl.float32)
     if form.GATE:
         before, _, _ = _decays(gate, from_g, first, tokens, R)
@@ -204,19 +211,20 @@ def write_outputs(q, k, v, out, gate, step, marks, room, scale, form: tl.constex
     weights = _own(weights, before, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
-    found += tl.dot(weights.to(tq.dtype), tile_at(from_v, v.token, rows, columns, tokens, form.V))
+    found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
     there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-    tl.store(to + rows.to(tl.int64)[:, None] * out.token + columns[None, :], scale * found, mask=there)
+    at = to + first.to(tl.int64) * out.token + (tl.arange(0, R)[:, None] * out.token + columns[None, :])
+    tl.store(at, scale * found, mask=there)
 
 
 @triton.jit
 def _rows_of(grad, where, room, rows, columns, WIDTH: tl.constexpr):
     """Where a block's rows are in a gradient."""
-    n, h, start = where[0], where[1], where[2]
-    row = n.to(tl.int64) * room.tokens + start + rows
-    if room.ends is not None:
-        row = start + rows
-    return grad + (row[:, None] * room.heads + h) * WIDTH + columns[None, :]
+    n, h, start, first = where[0], where[1], where[2], where[4]
+    row = start + first
+    if room.ends is None:
+        row += n.to(tl.int64) * room.tokens
+    return grad + (row * room.heads + h) * WIDTH + ((rows - first)[:, None] * (room.heads * WIDTH) + columns[None, :])
 
 
 @triton.jit
@@ -235,39 +243,68 @@ def _queries(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl
         before, _, _ = _decays(gate, from_g, first, tokens, R)
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
-    tdo = tile_at(from_do, do.token, rows, columns, tokens, form.V)
+    tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V)
     found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
     alone, mine = tl.cast(0.0, tl.float32), before
-    for _ in range((first // R) % form.BLOCKS):  # keys of the block before
-        old = rows - R
-        weights = tl.dot(tdo, tl.trans(tile_at(from_v, v.token, old, columns, tokens, form.V)))
+    if (first // R) % form.BLOCKS > 0:  # keys of the block before
+        since, after, total = before, before, 0.0
         if form.GATE:
-            _, after, total = _decays(gate, from_g, first - R, tokens, R)
-            weights *= _halved(after)[None, :]
+            since, after, total = _decays(gate, from_g, first - R, tokens, R)
             found *= _halved(total)
-            tq = tile_at(from_q, q.token, rows, depth, tokens, form.K).to(tl.float32)
+            tq = _tile(from_q, q.token, first, depth, tokens, R, form.K).to(tl.float32)
             alone = tl.sum(tl.sum(tq * found, 1) * _halved(before), 0)
+        weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first - R, columns, tokens, R, form.V)))
+        if form.GATE:
+            weights *= _halved(after)[None, :]
         if step is not None:
-            weights *= _factors(step, from_step, old, tokens)[None, :]
-        found += tl.dot(weights.to(tdo.dtype), tile_at(from_k, k.token, old, depth, tokens, form.K))
-    weights = tl.dot(tdo, tl.trans(tile_at(from_v, v.token, rows, columns, tokens, form.V)))
-    weights = _own(weights, before, form, False)
+            weights *= _factors(step, from_step, rows - R, tokens)[None, :]
+        found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first - R, depth, tokens, R, form.K))
     if form.GATE:
         found *= _halved(before)[:, None]
-        tq = tile_at(from_q, q.token, rows, depth, tokens, form.K).to(tl.float32)
+        tq = _tile(from_q, q.token, first, depth, tokens, R, form.K).to(tl.float32)
         mine = scale * tl.cumsum(tl.sum(tq * found, 1), 0, reverse=True)  # queries from each gate on
+    weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first, columns, tokens, R, form.V)))
+    weights = _own(weights, before, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
-    found += tl.dot(weights.to(tdo.dtype), tile_at(from_k, k.token, rows, depth, tokens, form.K))
+    found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first, depth, tokens, R, form.K))
     here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
     tl.store(_rows_of(grads.q, where, room, rows, depth, form.K), scale * found, mask=here)
     return mine, scale * alone
 
 
 @triton.jit
-def _keys(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.constexpr):
-    """Writes a block's dk. Returns what its keys bring to their gates, with the pairs within the block, the sum of what
-    they have with the state's gradient alone, and the block's weights of keys with queries."""
+def _pairs(q, k, v, do, gate, step, where, room, scale, form: tl.constexpr):
+    """A block's weights of keys (rows) with queries in dk and in dv, and what its pairs bring to its gates."""
+    R: tl.constexpr = form.R
+    n, h, start, tokens, first, place = where
+    row = tl.arange(0, R)
+    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
+    from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
+    from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
+    before = tl.zeros([R], tl.float32)
+    if form.GATE:
+        before = _decays(gate, find_head(gate, n, h, room.ends, start), first, tokens, R)[0]
+    tk, tq = (
+        _tile(from_k, k.token, first, depth, tokens, R, form.K),
+        _tile(from_q, q.token, first, depth, tokens, R, form.K),
+    )
+    scores = _own(scale * tl.dot(tk, tl.trans(tq)), before, form, True)
+    tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
+    products = tl.dot(tv, tl.trans(_tile(from_do, do.token, first, columns, tokens, R, form.V)))
+    if step is not None:
+        products *= _factors(step, find_head(step, n, h, room.ends, start), first + row, tokens)[:, None]
+    mine = before
+    if form.GATE:
+        later = tl.cumsum(scores * products, 1, reverse=True)
+        mine = tl.sum(tl.where(row[:, None] < row[None, :], later, 0.0), 0)
+    return mine, _own(scale * products, before, form, True).to(tv.dtype), scores.to(tv.dtype)
+
+
+@triton.jit
+def _keys(q, k, v, do, gate, step, marks, products, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dk. products: the block's weights of keys with queries. Returns what its keys bring to their
+    gates, but for pairs within the block, and the sum of what they have with the state's gradient alone."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
     row = tl.arange(0, R)
@@ -275,43 +312,34 @@ def _keys(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.co
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     from_g = from_q
-    before, alone = tl.zeros([R], tl.float32), tl.cast(0.0, tl.float32)
-    weight, mine = before + 1.0, before  # of v's rows
+    mine, alone = tl.zeros([R], tl.float32), tl.cast(0.0, tl.float32)
+    weight = mine + 1.0  # of v's rows
     if form.GATE:
         from_g = find_head(gate, n, h, room.ends, start)
-        before, after, _ = _decays(gate, from_g, first, tokens, R)
-        weight = _halved(after)
+        weight = _halved(_decays(gate, from_g, first, tokens, R)[1])
     if step is not None:
-        factor = _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
-        weight *= factor
-    tv = tile_at(from_v, v.token, rows, columns, tokens, form.V)
+        weight *= _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
+    tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
     found = tl.dot(tv, tl.trans(_state_at(marks, place, form).to(tv.dtype)))
-    for _ in range(form.BLOCKS - 1 - (first // R) % form.BLOCKS):  # queries of the block after
-        new = rows + R
-        products = scale * tl.dot(tv, tl.trans(tile_at(from_do, do.token, new, columns, tokens, form.V)))
+    if form.BLOCKS - 1 > (first // R) % form.BLOCKS:  # queries of the block after
+        late, until, total = mine, mine, 0.0
         if form.GATE:
-            late, _, total = _decays(gate, from_g, first + R, tokens, R)
-            products *= _halved(late)[None, :]
+            late, until, total = _decays(gate, from_g, first + R, tokens, R)
             found *= _halved(total)
-            tk = tile_at(from_k, k.token, rows, depth, tokens, form.K).to(tl.float32)
+            tk = _tile(from_k, k.token, first, depth, tokens, R, form.K).to(tl.float32)
             alone = tl.sum(tl.sum(tk * found, 1) * weight, 0)
-        found += tl.dot(products.to(tv.dtype), tile_at(from_q, q.token, new, depth, tokens, form.K))
+        weights = scale * tl.dot(tv, tl.trans(_tile(from_do, do.token, first + R, columns, tokens, R, form.V)))
+        if form.GATE:
+            weights *= _halved(late)[None, :]
+        found += tl.dot(weights.to(tv.dtype), _tile(from_q, q.token, first + R, depth, tokens, R, form.K))
     found *= weight[:, None]
-    products = tl.dot(tv, tl.trans(tile_at(from_do, do.token, rows, columns, tokens, form.V)))
-    if step is not None:
-        products *= factor[:, None]
-    tq = tile_at(from_q, q.token, rows, depth, tokens, form.K)
-    scores = tl.dot(tile_at(from_k, k.token, rows, depth, tokens, form.K), tl.trans(tq))
-    scores = _own(scale * scores, before, form, True)
     if form.GATE:
-        tk = tile_at(from_k, k.token, rows, depth, tokens, form.K).to(tl.float32)
-        earlier = row[:, None] < row[None, :]
-        mine = tl.sum(tl.where(earlier, tl.sum(tk * found, 1)[:, None], 0.0), 0)  # keys before each gate
-        mine += tl.sum(tl.where(earlier, tl.cumsum(scores * products, 1, reverse=True), 0.0), 0)  # and both sides of it
-    found += tl.dot(_own(scale * products, before, form, True).to(tq.dtype), tq)
+        tk = _tile(from_k, k.token, first, depth, tokens, R, form.K).to(tl.float32)
+        mine = tl.sum(tl.where(row[:, None] < row[None, :], tl.sum(tk * found, 1)[:, None], 0.0), 0)
+    found += tl.dot(products, _tile(from_q, q.token, first, depth, tokens, R, form.K))
     here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
     tl.store(_rows_of(grads.k, where, room, rows, depth, form.K), found, mask=here)
-    return mine, alone, scores.to(tq.dtype)
+    return mine, alone
 
 
 @triton.jit
@@ -325,20 +353,19 @@ def _values(q, k, do, gate, marks, scores, grads, where, room, scale, form: tl.c
     from_g = from_q
     if form.GATE:
         from_g = find_head(gate, n, h, room.ends, start)
-    tk = tile_at(from_k, k.token, rows, depth, tokens, form.K)
+    tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
-    for _ in range(form.BLOCKS - 1 - (first // R) % form.BLOCKS):  # queries of the block after
-        new = rows + R
-        weights = scale * tl.dot(tk, tl.trans(tile_at(from_q, q.token, new, depth, tokens, form.K)))
+    if form.BLOCKS - 1 > (first // R) % form.BLOCKS:  # queries of the block after
+        weights = scale * tl.dot(tk, tl.trans(_tile(from_q, q.token, first + R, depth, tokens, R, form.K)))
         if form.GATE:
-            late, _, total = _decays(gate, from_g, first + R, tokens, R)
+            late, until, total = _decays(gate, from_g, first + R, tokens, R)
             weights *= _halved(late)[None, :]
             found *= _halved(total)
-        found += tl.dot(weights.to(tk.dtype), tile_at(from_do, do.token, new, columns, tokens, form.V))
+        found += tl.dot(weights.to(tk.dtype), _tile(from_do, do.token, first + R, columns, tokens, R, form.V))
     if form.GATE:
         _, after, _ = _decays(gate, from_g, first, tokens, R)
         found *= _halved(after)[:, None]
-    found += tl.dot(scores, tile_at(from_do, do.token, rows, columns, tokens, form.V))
+    found += tl.dot(scores, _tile(from_do, do.token, first, columns, tokens, R, form.V))
     here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
     tl.store(_rows_of(grads.v, where, room, rows, columns, form.V), found, mask=here)
 
@@ -371,12 +398,13 @@ def write_gradients(q, k, v, do, gate, step, before, after, grads, room, scale, 
         return
     where = (n, h, start, tokens, first, place)
     mine, alone = _queries(q, k, v, do, gate, step, before, grads, where, room, scale, form)
-    keys, other, scores = _keys(q, k, v, do, gate, step, after, grads, where, room, scale, form)
+    both, products, scores = _pairs(q, k, v, do, gate, step, where, room, scale, form)
+    keys, other = _keys(q, k, v, do, gate, step, after, products, grads, where, room, scale, form)
     _values(q, k, do, gate, after, scores, grads, where, room, scale, form)
     if form.GATE:
         rows = first + tl.arange(0, form.R)
         at = _rows_of(grads.g, where, room, rows, tl.arange(0, 1), 1)
-        tl.store(at, (mine + keys)[:, None], mask=(rows < tokens)[:, None])
+        tl.store(at, (mine + both + keys)[:, None], mask=(rows < tokens)[:, None])
         spot = grads.alone + (place * form.BLOCKS + part) * 2
         tl.store(spot, alone)
         tl.store(spot + 1, other)
