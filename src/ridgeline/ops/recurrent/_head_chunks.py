@@ -12,9 +12,11 @@ from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _calls, _chunks
 from ridgeline.ops.recurrent._heads import (
     BlockForm,
+    Decays,
     HeadGrads,
     Room,
     join_gates,
+    write_decays,
     write_gradients,
     write_outputs,
     write_states,
@@ -42,6 +44,7 @@ class Plan(NamedTuple):
     tiles: HeadTiles
     form: BlockForm
     room: Room
+    decays: Decays | None
     step: Rows | None  # each token's factor of v, (B, T, value heads)
 
 
@@ -64,7 +67,14 @@ def prepare(call: _chunks.Call) -> Plan:
     C = tiles.rows * tiles.blocks
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
     room = Room(call.ends, T, HV, chunks, N, C)
-    return Plan(call, tiles, BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate), room, None)
+    form = BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate)
+    decays = None
+    if call.g is not None:
+        fresh: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
+        made = [torch.empty((B * HV, chunks, C), **fresh) for _ in range(4)]
+        decays = Decays(*made, torch.empty((B * HV, chunks), **fresh))
+        launch(write_decays, (chunks, B * HV), call.rows(call.g), decays, room, form=form, num_warps=1)
+    return Plan(call, tiles, form, room, decays, None)
 
 
 def walk(
@@ -84,8 +94,7 @@ def walk(
         starts = torch.empty((count, heads, form.K, form.V), **fresh)
         decays = torch.empty((count, heads), **fresh) if form.GATE else None
     states = States(starts, first, last, form.V, 1, marks, decays)
-    gate = None if call.g is None else call.rows(call.g)
-    args = call.rows(a), call.rows(c), gate, None if reverse else plan.step, states, room, length
+    args = call.rows(a), call.rows(c), plan.decays, None if reverse else plan.step, states, room, length
     args = *args, call.scale if reverse else 1.0
     if count > 1:
         launch(write_states, (count * slices, heads), *args, form=own, **tiles.walk, OUT=False)
@@ -102,7 +111,7 @@ def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     plan = prepare(call)
     room = plan.room
     marks = walk(plan, call.k, call.v, call.first, last, call.q.dtype, False)
-    rows = *(call.rows(t) for t in (call.q, call.k, call.v, o)), None if call.g is None else call.rows(call.g)
+    rows = *(call.rows(t) for t in (call.q, call.k, call.v, o)), plan.decays
     grid = room.chunks * plan.tiles.blocks, call.v.shape[0] * room.heads
     launch(
         write_outputs, grid, *rows, plan.step, marks, room, call.scale, form=plan.form, **plan.tiles.outputs
@@ -121,16 +130,15 @@ def bwd(
     before = walk(plan, call.k, call.v, call.first, None, wide, False)
     after = walk(plan, call.q, do, dlast, dfirst, wide, True)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
-    alone = held = None
+    parts = past = None
     if dg is not None:
-        alone = torch.empty((heads, room.chunks, tiles.blocks, 2), **fresh)
-        held = torch.empty((heads, room.chunks), **fresh)
-    grads = HeadGrads(dq, dk, dv, dg, alone, held)
-    rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), None if call.g is None else call.rows(call.g)
+        parts, past = torch.empty((5, heads, room.chunks, room.unit), **fresh), torch.empty((heads, room.chunks), **fresh)
+    grads = HeadGrads(dq, dk, dv, dg, parts, heads * room.chunks * room.unit, past)
+    rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
     args = *rows, plan.step, before, after, grads, room, call.scale
     launch(write_gradients, (room.chunks * tiles.blocks, heads), *args, form=plan.form, **tiles.gradients)
     if dg is not None:
-        launch(join_gates, (room.chunks, heads), grads, room, form=plan.form, num_warps=1)
+        launch(join_gates, (room.chunks * tiles.blocks, heads), grads, room, call.scale, form=plan.form, num_warps=1)
 
 
 def refusal(*args: Any, **given: Any) -> str | None:

@@ -42,6 +42,16 @@ class Room(NamedTuple):
     unit: Any  # rows of a chunk
 
 
+class Decays(NamedTuple):
+    """Of all chunks, (heads, chunks, rows) in float32: sums of the gates, times log2(e), and e^sums."""
+
+    sums: Any  # since the row's block began
+    soon: Any  # e^sums until the block ends
+    since: Any  # e^sums since the chunk began
+    until: Any  # e^sums until the chunk ends
+    whole: Any  # the gates' sum, (heads, chunks)
+
+
 class HeadGrads(NamedTuple):
     """(B, T, value heads, columns), contiguous."""
 
@@ -49,8 +59,16 @@ class HeadGrads(NamedTuple):
     k: Any
     v: Any  # of v times its token's factor
     g: Any  # (B, T, value heads) in float32, or None
-    alone: Any  # what a block's queries and keys bring to the other block's gates, (chunks, BLOCKS, 2) in float32
-    held: Any  # what goes past each chunk, in float32
+    rows: Any  # what each row brings to its gates, (5, heads, chunks, rows) in float32: the numbers below
+    stride: Any
+    past: Any  # what goes past each chunk, in float32
+
+
+QUERY = tl.constexpr(0)  # pairs of a row's query with keys of earlier blocks
+KEY = tl.constexpr(1)  # pairs of its key with queries of later blocks
+OWN = tl.constexpr(2)  # pairs around its gate within the block
+FAR_QUERY = tl.constexpr(3)  # pairs of its query with keys of earlier chunks
+FAR_KEY = tl.constexpr(4)  # pairs of its key with queries of later chunks
 
 
 @triton.jit
@@ -83,14 +101,27 @@ def _place(room, chunk):
 
 
 @triton.jit
-def _decays(gate, place, first, end, C: tl.constexpr):
-    """Sums of the gates of C rows: through each row, after it, and of all. They are sums, never differences."""
-    inner = tl.arange(0, C)
-    rows = first + inner
-    at = place + rows.to(tl.int64) * gate.token
-    own = tl.load(at, mask=rows < end, other=0.0).to(tl.float32)
-    later = tl.load(at + gate.token, mask=(inner < C - 1) & (rows + 1 < end), other=0.0).to(tl.float32)
-    return tl.cumsum(own, 0), tl.cumsum(later, 0, reverse=True), tl.sum(own, 0)
+def write_decays(gate, made, room, form: tl.constexpr):
+    """The decays of a chunk. They are sums, never differences."""
+    R: tl.constexpr = form.R
+    C: tl.constexpr = form.R * form.BLOCKS
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0))
+    if first >= tokens:
+        return
+    base = find_head(gate, n, h, room.ends, start)
+    blocks = tl.arange(0, form.BLOCKS)[:, None] * R + tl.arange(0, R)[None, :]
+    row = tl.arange(0, C)
+    at, blocks_at = base + (first + row).to(tl.int64) * gate.token, base + (first + blocks).to(tl.int64) * gate.token
+    own = tl.load(at, mask=first + row < tokens, other=0.0).to(tl.float32)
+    later = tl.load(at + gate.token, mask=(row < C - 1) & (first + row + 1 < tokens), other=0.0).to(tl.float32)
+    sums = tl.cumsum(tl.load(blocks_at, mask=first + blocks < tokens, other=0.0).to(tl.float32), 1)
+    there = (blocks % R < R - 1) & (first + blocks + 1 < tokens)
+    soon = tl.cumsum(tl.load(blocks_at + gate.token, mask=there, other=0.0).to(tl.float32), 1, reverse=True)
+    tl.store(made.sums + place * C + blocks, sums * 1.4426950408889634)
+    tl.store(made.soon + place * C + blocks, _halved(soon))
+    tl.store(made.since + place * C + row, _halved(tl.cumsum(own, 0)))
+    tl.store(made.until + place * C + row, _halved(tl.cumsum(later, 0, reverse=True)))
+    tl.store(made.whole + place, tl.sum(own, 0))
 
 
 @triton.jit
@@ -108,7 +139,7 @@ def _tile(base, step, first, columns, end, C: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def write_states(a, c, gate, step, states, room, length, factor, form: tl.constexpr, OUT: tl.constexpr):
+def write_states(a, c, decays, step, states, room, length, factor, form: tl.constexpr, OUT: tl.constexpr):
     """S = S e^(gates of the chunk) + factor a^T (c times its decays) over a segment of a sequence and head, for BN
     columns: c decays until the chunk's end, or reversed since its begin. With OUT the state before each chunk is
     written to states.marks, else the one after the segment alone."""
@@ -125,9 +156,7 @@ def write_states(a, c, gate, step, states, room, length, factor, form: tl.conste
     given = ours + depth[:, None] * states.row + columns[None, :] * states.column
     state = first_state(states, given, segment, ours + plain, inside, form, OUT)
     from_a, from_c = find_head(a, n, h, room.ends, start), find_head(c, n, h, room.ends, start)
-    from_g, from_step = from_a, from_a
-    if form.GATE:
-        from_g = find_head(gate, n, h, room.ends, start)
+    from_step = from_a
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
     place = pair.to(tl.int64) * room.chunks
@@ -145,8 +174,9 @@ def write_states(a, c, gate, step, states, room, length, factor, form: tl.conste
             spots = states.marks + (place + first // C) * (form.D * form.N) + plain
             tl.store(spots, state, mask=inside)
         if form.GATE:
-            before, after, total = _decays(gate, from_g, first, end, C)
-            tc = (tc * _halved(before if form.REVERSE else after)[:, None]).to(tc.dtype)
+            weights = (decays.since if form.REVERSE else decays.until) + (place + first // C) * C
+            tc = (tc * tl.load(weights + inner)[:, None]).to(tc.dtype)
+            total = tl.load(decays.whole + (place + first // C))
             state *= _halved(total)
             decay += total
         if step is not None:
@@ -164,7 +194,7 @@ def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
     seen = j >= i if TURNED else i >= j
     if form.GATE:
         apart = before[None, :] - before[:, None] if TURNED else before[:, None] - before[None, :]
-        scores *= _halved(tl.where(seen, apart, 0.0))
+        scores *= tl.exp2(tl.where(seen, apart, 0.0))
     return tl.where(seen, scores, 0.0)
 
 
@@ -176,7 +206,28 @@ def _state_at(marks, place, form: tl.constexpr):
 
 
 @triton.jit
-def write_outputs(q, k, v, out, gate, step, marks, room, scale, form: tl.constexpr):
+def _of_rows(rows_of, place, part, form: tl.constexpr):
+    """A block's numbers, or ones without a gate."""
+    R: tl.constexpr = form.R
+    found = tl.full([R], 1.0, tl.float32)
+    if form.GATE:
+        found = tl.load(rows_of + (place * form.BLOCKS + part) * R + tl.arange(0, R))
+    return found
+
+
+@triton.jit
+def _decay(decays, place, part, form: tl.constexpr):
+    """A block's sums of gates, e^sums, and e^sums until its end, since its chunk's begin and until the chunk's end."""
+    sums = tl.zeros([form.R], tl.float32)
+    soon, since, until = sums + 1.0, sums + 1.0, sums + 1.0
+    if form.GATE:
+        sums, soon = _of_rows(decays.sums, place, part, form), _of_rows(decays.soon, place, part, form)
+        since, until = _of_rows(decays.since, place, part, form), _of_rows(decays.until, place, part, form)
+    return sums, tl.exp2(sums), soon, since, until
+
+
+@triton.jit
+def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.constexpr):
     """A block's outputs, from the state before its chunk and the chunk's rows."""
     R: tl.constexpr = form.R
     part = tl.program_id(0) % form.BLOCKS
@@ -187,28 +238,23 @@ def write_outputs(q, k, v, out, gate, step, marks, room, scale, form: tl.constex
     rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, to = find_head(v, n, h, room.ends, start), find_head(out, n, h, room.ends, start)
-    from_g, from_step = from_q, from_q
-    if form.GATE:
-        from_g = find_head(gate, n, h, room.ends, start)
+    from_step = from_q
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
+    sums, late, soon, since, until = _decay(decays, place, part, form)
     tq = _tile(from_q, q.token, first, depth, tokens, R, form.K)
     found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
+    if form.GATE:
+        found *= since[:, None]
     if part > 0:  # the block before
         weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first - R, depth, tokens, R, form.K)))
         if form.GATE:
-            since, after, total = _decays(gate, from_g, first - R, tokens, R)
-            weights *= _halved(after)[None, :]
-            found *= _halved(total)
+            weights *= late[:, None] * _decay(decays, place, part - 1, form)[2][None, :]
         if step is not None:
             weights *= _factors(step, from_step, rows - R, tokens)[None, :]
         found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first - R, columns, tokens, R, form.V))
     weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first, depth, tokens, R, form.K)))
-    before = tl.zeros([R], tl.float32)
-    if form.GATE:
-        before, _, _ = _decays(gate, from_g, first, tokens, R)
-        found *= _halved(before)[:, None]
-    weights = _own(weights, before, form, False)
+    weights = _own(weights, sums, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
@@ -218,178 +264,163 @@ def write_outputs(q, k, v, out, gate, step, marks, room, scale, form: tl.constex
 
 
 @triton.jit
-def _rows_of(grad, where, room, rows, columns, WIDTH: tl.constexpr):
+def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr):
     """Where a block's rows are in a gradient."""
     n, h, start, first = where[0], where[1], where[2], where[4]
     row = start + first
     if room.ends is None:
         row += n.to(tl.int64) * room.tokens
-    return grad + (row * room.heads + h) * WIDTH + ((rows - first)[:, None] * (room.heads * WIDTH) + columns[None, :])
+    inner = tl.arange(0, R)[:, None] * (room.heads * WIDTH)
+    return grad + (row * room.heads + h) * WIDTH + (inner + columns[None, :])
 
 
 @triton.jit
-def _queries(q, k, v, do, gate, step, marks, grads, where, room, scale, form: tl.constexpr):
-    """Writes a block's dq. Returns what its queries bring to their gates, but for pairs within the block, and the sum
-    of what they have with the state alone."""
+def _bring(grads, number, where, part, x, y, form: tl.constexpr):
+    """Keeps each row's product of two tiles."""
+    R: tl.constexpr = form.R
+    at = grads.rows + number * grads.stride + (where[5] * form.BLOCKS + part) * R + tl.arange(0, R)
+    tl.store(at, tl.sum(x.to(tl.float32) * y, 1))
+
+
+@triton.jit
+def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dq."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
+    part = (first // R) % form.BLOCKS
     rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
-    from_g, from_step = from_q, from_q
-    before = tl.zeros([R], tl.float32)
-    if form.GATE:
-        from_g = find_head(gate, n, h, room.ends, start)
-        before, _, _ = _decays(gate, from_g, first, tokens, R)
+    from_step = from_q
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
+    sums, late, soon, since, until = _decay(decays, place, part, form)
     tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V)
     found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
-    alone, mine = tl.cast(0.0, tl.float32), before
-    if (first // R) % form.BLOCKS > 0:  # keys of the block before
-        since, after, total = before, before, 0.0
+    if form.GATE:
+        found *= since[:, None]
+    if part > 0:  # keys of the block before
         if form.GATE:
-            since, after, total = _decays(gate, from_g, first - R, tokens, R)
-            found *= _halved(total)
-            tq = _tile(from_q, q.token, first, depth, tokens, R, form.K).to(tl.float32)
-            alone = tl.sum(tl.sum(tq * found, 1) * _halved(before), 0)
+            _bring(grads, FAR_QUERY, where, part, _tile(from_q, q.token, first, depth, tokens, R, form.K), found, form)
         weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first - R, columns, tokens, R, form.V)))
         if form.GATE:
-            weights *= _halved(after)[None, :]
+            weights *= late[:, None] * _decay(decays, place, part - 1, form)[2][None, :]
         if step is not None:
             weights *= _factors(step, from_step, rows - R, tokens)[None, :]
         found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first - R, depth, tokens, R, form.K))
     if form.GATE:
-        found *= _halved(before)[:, None]
-        tq = _tile(from_q, q.token, first, depth, tokens, R, form.K).to(tl.float32)
-        mine = scale * tl.cumsum(tl.sum(tq * found, 1), 0, reverse=True)  # queries from each gate on
+        _bring(grads, QUERY, where, part, _tile(from_q, q.token, first, depth, tokens, R, form.K), found, form)
     weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first, columns, tokens, R, form.V)))
-    weights = _own(weights, before, form, False)
+    weights = _own(weights, sums, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first, depth, tokens, R, form.K))
     here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    tl.store(_rows_of(grads.q, where, room, rows, depth, form.K), scale * found, mask=here)
-    return mine, scale * alone
+    tl.store(_rows_of(grads.q, where, room, depth, R, form.K), scale * found, mask=here)
 
 
 @triton.jit
-def _pairs(q, k, v, do, gate, step, where, room, scale, form: tl.constexpr):
-    """A block's weights of keys (rows) with queries in dk and in dv, and what its pairs bring to its gates."""
+def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.constexpr):
+    """A block's weights of keys (rows) with queries in dk and in dv; keeps what the pairs bring to the block's gates."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
-    row = tl.arange(0, R)
+    part = (first // R) % form.BLOCKS
     depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
+    i, j = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
-    before = tl.zeros([R], tl.float32)
-    if form.GATE:
-        before = _decays(gate, find_head(gate, n, h, room.ends, start), first, tokens, R)[0]
-    tk, tq = (
-        _tile(from_k, k.token, first, depth, tokens, R, form.K),
-        _tile(from_q, q.token, first, depth, tokens, R, form.K),
-    )
-    scores = _own(scale * tl.dot(tk, tl.trans(tq)), before, form, True)
+    sums = _decay(decays, place, part, form)[0]
+    tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
+    scores = tl.dot(tk, tl.trans(_tile(from_q, q.token, first, depth, tokens, R, form.K)))
+    scores = _own(scale * scores, sums, form, True)
     products = tl.dot(tv, tl.trans(_tile(from_do, do.token, first, columns, tokens, R, form.V)))
     if step is not None:
-        products *= _factors(step, find_head(step, n, h, room.ends, start), first + row, tokens)[:, None]
-    mine = before
-    if form.GATE:
-        later = tl.cumsum(scores * products, 1, reverse=True)
-        mine = tl.sum(tl.where(row[:, None] < row[None, :], later, 0.0), 0)
-    return mine, _own(scale * products, before, form, True).to(tv.dtype), scores.to(tv.dtype)
+        from_step = find_head(step, n, h, room.ends, start)
+        products *= _factors(step, from_step, first + tl.arange(0, R), tokens)[:, None]
+    if form.GATE:  # rows are gates, and columns queries: the sum over keys before the gate
+        if tv.dtype == tl.float16:  # whose range they may leave
+            earlier = tl.dot((j < i).to(tl.float32), scores * products, input_precision="tf32")
+        else:
+            earlier = tl.dot((j < i).to(tv.dtype), (scores * products).to(tv.dtype))
+        _bring(grads, OWN, where, part, (j >= i).to(tl.float32), earlier, form)
+    return _own(scale * products, sums, form, True).to(tv.dtype), scores.to(tv.dtype)
 
 
 @triton.jit
-def _keys(q, k, v, do, gate, step, marks, products, grads, where, room, scale, form: tl.constexpr):
-    """Writes a block's dk. products: the block's weights of keys with queries. Returns what its keys bring to their
-    gates, but for pairs within the block, and the sum of what they have with the state's gradient alone."""
+def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dk. products: the block's weights of keys with queries."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
-    row = tl.arange(0, R)
-    rows, depth, columns = first + row, tl.arange(0, form.BK), tl.arange(0, form.BV)
+    part = (first // R) % form.BLOCKS
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
-    from_g = from_q
-    mine, alone = tl.zeros([R], tl.float32), tl.cast(0.0, tl.float32)
-    weight = mine + 1.0  # of v's rows
-    if form.GATE:
-        from_g = find_head(gate, n, h, room.ends, start)
-        weight = _halved(_decays(gate, from_g, first, tokens, R)[1])
+    sums, late, soon, since, until = _decay(decays, place, part, form)
     if step is not None:
-        weight *= _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
+        factor = _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
+        soon *= factor
+        until *= factor
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
     found = tl.dot(tv, tl.trans(_state_at(marks, place, form).to(tv.dtype)))
-    if form.BLOCKS - 1 > (first // R) % form.BLOCKS:  # queries of the block after
-        late, until, total = mine, mine, 0.0
+    if form.GATE or step is not None:
+        found *= until[:, None]
+    if part < form.BLOCKS - 1:  # queries of the block after
         if form.GATE:
-            late, until, total = _decays(gate, from_g, first + R, tokens, R)
-            found *= _halved(total)
-            tk = _tile(from_k, k.token, first, depth, tokens, R, form.K).to(tl.float32)
-            alone = tl.sum(tl.sum(tk * found, 1) * weight, 0)
+            _bring(grads, FAR_KEY, where, part, _tile(from_k, k.token, first, depth, tokens, R, form.K), found, form)
         weights = scale * tl.dot(tv, tl.trans(_tile(from_do, do.token, first + R, columns, tokens, R, form.V)))
-        if form.GATE:
-            weights *= _halved(late)[None, :]
+        if form.GATE or step is not None:
+            weights *= soon[:, None] * _decay(decays, place, part + 1, form)[1][None, :]
         found += tl.dot(weights.to(tv.dtype), _tile(from_q, q.token, first + R, depth, tokens, R, form.K))
-    found *= weight[:, None]
     if form.GATE:
-        tk = _tile(from_k, k.token, first, depth, tokens, R, form.K).to(tl.float32)
-        mine = tl.sum(tl.where(row[:, None] < row[None, :], tl.sum(tk * found, 1)[:, None], 0.0), 0)
+        _bring(grads, KEY, where, part, _tile(from_k, k.token, first, depth, tokens, R, form.K), found, form)
     found += tl.dot(products, _tile(from_q, q.token, first, depth, tokens, R, form.K))
     here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    tl.store(_rows_of(grads.k, where, room, rows, depth, form.K), found, mask=here)
-    return mine, alone
+    tl.store(_rows_of(grads.k, where, room, depth, R, form.K), found, mask=here)
 
 
 @triton.jit
-def _values(q, k, do, gate, marks, scores, grads, where, room, scale, form: tl.constexpr):
+def _values(q, k, do, decays, marks, scores, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dv. scores: the block's weights of keys with queries."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
+    part = (first // R) % form.BLOCKS
     rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_do = find_head(do, n, h, room.ends, start)
-    from_g = from_q
-    if form.GATE:
-        from_g = find_head(gate, n, h, room.ends, start)
+    sums, late, soon, since, until = _decay(decays, place, part, form)
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
-    if form.BLOCKS - 1 > (first // R) % form.BLOCKS:  # queries of the block after
+    if form.GATE:
+        found *= until[:, None]
+    if part < form.BLOCKS - 1:  # queries of the block after
         weights = scale * tl.dot(tk, tl.trans(_tile(from_q, q.token, first + R, depth, tokens, R, form.K)))
         if form.GATE:
-            late, until, total = _decays(gate, from_g, first + R, tokens, R)
-            weights *= _halved(late)[None, :]
-            found *= _halved(total)
+            weights *= soon[:, None] * _decay(decays, place, part + 1, form)[1][None, :]
         found += tl.dot(weights.to(tk.dtype), _tile(from_do, do.token, first + R, columns, tokens, R, form.V))
-    if form.GATE:
-        _, after, _ = _decays(gate, from_g, first, tokens, R)
-        found *= _halved(after)[:, None]
     found += tl.dot(scores, _tile(from_do, do.token, first, columns, tokens, R, form.V))
     here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-    tl.store(_rows_of(grads.v, where, room, rows, columns, form.V), found, mask=here)
+    tl.store(_rows_of(grads.v, where, room, columns, R, form.V), found, mask=here)
 
 
 @triton.jit
-def _past(before, after, gate, from_g, first, end, place, form: tl.constexpr):
+def _past(before, after, decays, place, form: tl.constexpr):
     """What keys before a chunk bring to its gates with queries after it: the decayed <state, its gradient>."""
     PIECE: tl.constexpr = 16
     BV: tl.constexpr = form.BV
     both = tl.zeros([PIECE, BV], tl.float32)
-    columns = tl.arange(0, form.BV)
+    columns = tl.arange(0, BV)
     for piece in range(form.BK // PIECE):
         depth = piece * PIECE + tl.arange(0, PIECE)
         inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
         at = place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :]
         one = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
         both += one * tl.load(after + at, mask=inside, other=0.0).to(tl.float32)
-    rows = first + tl.arange(0, form.R * form.BLOCKS)
-    g = tl.load(from_g + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
-    return _halved(tl.sum(g, 0)) * tl.sum(tl.sum(both, 1), 0)
+    return _halved(tl.load(decays.whole + place)) * tl.sum(tl.sum(both, 1), 0)
 
 
 @triton.jit
-def write_gradients(q, k, v, do, gate, step, before, after, grads, room, scale, form: tl.constexpr):
+def write_gradients(q, k, v, do, decays, step, before, after, grads, room, scale, form: tl.constexpr):
     """A block's gradients. before, after: the states before each chunk and the gradients of those after it."""
     part = tl.program_id(0) % form.BLOCKS
     n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
@@ -397,34 +428,33 @@ def write_gradients(q, k, v, do, gate, step, before, after, grads, room, scale, 
     if first >= tokens:
         return
     where = (n, h, start, tokens, first, place)
-    mine, alone = _queries(q, k, v, do, gate, step, before, grads, where, room, scale, form)
-    both, products, scores = _pairs(q, k, v, do, gate, step, where, room, scale, form)
-    keys, other = _keys(q, k, v, do, gate, step, after, products, grads, where, room, scale, form)
-    _values(q, k, do, gate, after, scores, grads, where, room, scale, form)
+    _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
+    products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
+    _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
+    _values(q, k, do, decays, after, scores, grads, where, room, scale, form)
     if form.GATE:
-        rows = first + tl.arange(0, form.R)
-        at = _rows_of(grads.g, where, room, rows, tl.arange(0, 1), 1)
-        tl.store(at, (mine + both + keys)[:, None], mask=(rows < tokens)[:, None])
-        spot = grads.alone + (place * form.BLOCKS + part) * 2
-        tl.store(spot, alone)
-        tl.store(spot + 1, other)
         if part == 0:
-            from_g = find_head(gate, n, h, room.ends, start)
-            tl.store(grads.held + place, _past(before, after, gate, from_g, first, tokens, place, form))
+            tl.store(grads.past + place, _past(before, after, decays, place, form))
 
 
 @triton.jit
-def join_gates(grads, room, form: tl.constexpr):
-    """Adds to a chunk's dg what goes past it, and what a block's queries and keys bring to the other block."""
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0))
+def join_gates(grads, room, scale, form: tl.constexpr):
+    """A block's dg: queries from each gate on, keys before it, and what goes past the block."""
+    R: tl.constexpr = form.R
+    part = tl.program_id(0) % form.BLOCKS
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    first += part * R
     if first >= tokens:
         return
-    inner = tl.arange(0, form.R * form.BLOCKS)
-    rows, here = (first + inner)[:, None], (first + inner < tokens)[:, None]
-    at = _rows_of(grads.g, (n, h, start, tokens, first, place), room, first + inner, tl.arange(0, 1), 1)
-    found = tl.load(at, mask=here, other=0.0) + tl.load(grads.held + place)
+    inner = tl.arange(0, R)
+    at = grads.rows + (place * form.BLOCKS + part) * R + inner
+    i, j = inner[:, None], inner[None, :]
+    of_k = tl.load(at + KEY * grads.stride)
+    found = scale * tl.cumsum(tl.load(at + QUERY * grads.stride), 0, reverse=True) + tl.load(at + OWN * grads.stride)
+    found += tl.sum(tl.where(i < j, of_k[:, None], 0.0), 0) + tl.load(grads.past + place)
     if form.BLOCKS > 1:
-        late, spots = (inner >= form.R)[:, None], grads.alone + place * 4 + 0 * rows
-        found += tl.load(spots + 2, mask=(late == 0) & (first + form.R < tokens), other=0.0)
-        found += tl.load(spots + 1, mask=late, other=0.0)
-    tl.store(at, found, mask=here)
+        late = part == 0 and first + R < tokens
+        found += scale * tl.sum(tl.load(at + R + FAR_QUERY * grads.stride, mask=(inner < R) & late, other=0.0), 0)
+        found += tl.sum(tl.load(at - R + FAR_KEY * grads.stride, mask=(inner < R) & (part > 0), other=0.0), 0)
+    to = _rows_of(grads.g, (n, h, start, tokens, first, place), room, tl.arange(0, 1), R, 1)
+    tl.store(to, found[:, None], mask=(first + inner < tokens)[:, None])
