@@ -55,12 +55,17 @@ def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
         return HeadTiles(min(BV, 16), 16, 2, one, one, one)
     if gpu.capability != 90:
         return HeadTiles(min(BV, 32), 32, 2, one, one, one)
-    import os
-    e = lambda n, d: int(os.environ.get(n, d))
-    return HeadTiles(min(BV, e("BN",64)), 64, e("BLOCKS",2), {"num_warps": e("WW",4), "num_stages": e("WS",2)}, one|{"num_warps": e("OW",4), "num_stages":e("OS",1)}, one|{"num_warps": e("GW",4), "num_stages":e("GS",1)})
+    return HeadTiles(
+        min(BV, 64), 64, 2, {"num_warps": 4, "num_stages": 2}, one | {"maxnreg": 168}, one
+    )  # two, three and two programs a multiprocessor
 
 
-def prepare(call: _chunks.Call) -> Plan:
+def one_per_token(step: torch.Tensor) -> Rows:
+    batch, token, head = step.stride()
+    return Rows(step, batch, token, head, 1)
+
+
+def prepare(call: _chunks.Call, step: Maybe) -> Plan:
     (B, T, HV, V), K, N = call.v.shape, call.q.shape[3], call.sequences
     tiles = head_tiles(device.of(call.q), V)
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
@@ -71,10 +76,10 @@ def prepare(call: _chunks.Call) -> Plan:
     decays = None
     if call.g is not None:
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
-        made = [torch.empty((B * HV, chunks, C), **fresh) for _ in range(4)]
-        decays = Decays(*made, torch.empty((B * HV, chunks), **fresh))
+        rows = [torch.empty((B * HV, chunks, C), **fresh) for _ in range(4)]
+        decays = Decays(*rows, torch.empty((B * HV, chunks), **fresh))
         launch(write_decays, (chunks, B * HV), call.rows(call.g), decays, room, form=form, num_warps=1)
-    return Plan(call, tiles, form, room, decays, None)
+    return Plan(call, tiles, form, room, decays, None if step is None else one_per_token(step))
 
 
 def walk(
@@ -108,7 +113,12 @@ def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     if call.q.shape[1] == 1 and call.ends is None:
         _chunks.fwd(o, last, *inputs)
         return
-    plan = prepare(call)
+    forward(call, None, o, last)
+
+
+def forward(call: _chunks.Call, step: Maybe, o: torch.Tensor, last: torch.Tensor) -> None:
+    """step: each token's factor of v, (B, T, value heads), or None."""
+    plan = prepare(call, step)
     room = plan.room
     marks = walk(plan, call.k, call.v, call.first, last, call.q.dtype, False)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, o)), plan.decays
@@ -122,9 +132,15 @@ def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
-    """The states again, their gradients, and one kernel over all chunks; another joins the parts of dg."""
-    call = _chunks.Call(*inputs)
-    plan = prepare(call)
+    backward(_chunks.Call(*inputs), None, (dq, dk, dv, dg, dfirst), do, dlast)
+
+
+def backward(call: _chunks.Call, step: Maybe, made: tuple[Any, ...], do: torch.Tensor, dlast: Maybe) -> None:
+    """The states again, their gradients, and one kernel over all chunks; another joins the parts of dg.
+
+    made: the gradients of q, k, v times its factor, g and the first state, the last two perhaps None."""
+    dq, dk, dv, dg, dfirst = made
+    plan = prepare(call, step)
     tiles, room, heads = plan.tiles, plan.room, call.v.shape[0] * plan.room.heads
     wide = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
     before = walk(plan, call.k, call.v, call.first, None, wide, False)
@@ -132,7 +148,10 @@ def bwd(
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
     parts = past = None
     if dg is not None:
-        parts, past = torch.empty((5, heads, room.chunks, room.unit), **fresh), torch.empty((heads, room.chunks), **fresh)
+        parts, past = (
+            torch.empty((5, heads, room.chunks, room.unit), **fresh),
+            torch.empty((heads, room.chunks), **fresh),
+        )
     grads = HeadGrads(dq, dk, dv, dg, parts, heads * room.chunks * room.unit, past)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
     args = *rows, plan.step, before, after, grads, room, call.scale
@@ -150,7 +169,7 @@ def refusal(*args: Any, **given: Any) -> str | None:
 
 
 def refusal_of_gates(*args: Any, **given: Any) -> str | None:
-    """As `refusal`, of gated_linear_attention's calls: backward's inputs begin with the gradients of o and the state."""
+    """As `refusal`, of gated_linear_attention's calls. Backward's inputs begin with two gradients."""
     gate = args[5] if len(args) > 10 else args[3]
     return "its gate is one per head, got one per channel" if gate.dim() == 4 else refusal(*args, **given)
 

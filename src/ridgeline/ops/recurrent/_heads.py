@@ -72,8 +72,7 @@ FAR_KEY = tl.constexpr(4)  # pairs of its key with queries of later chunks
 
 
 @triton.jit
-def _halved(x):
-    """e^x for x <= 0."""
+def _exp(x):
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -118,9 +117,9 @@ def write_decays(gate, made, room, form: tl.constexpr):
     there = (blocks % R < R - 1) & (first + blocks + 1 < tokens)
     soon = tl.cumsum(tl.load(blocks_at + gate.token, mask=there, other=0.0).to(tl.float32), 1, reverse=True)
     tl.store(made.sums + place * C + blocks, sums * 1.4426950408889634)
-    tl.store(made.soon + place * C + blocks, _halved(soon))
-    tl.store(made.since + place * C + row, _halved(tl.cumsum(own, 0)))
-    tl.store(made.until + place * C + row, _halved(tl.cumsum(later, 0, reverse=True)))
+    tl.store(made.soon + place * C + blocks, _exp(soon))
+    tl.store(made.since + place * C + row, _exp(tl.cumsum(own, 0)))
+    tl.store(made.until + place * C + row, _exp(tl.cumsum(later, 0, reverse=True)))
     tl.store(made.whole + place, tl.sum(own, 0))
 
 
@@ -177,7 +176,7 @@ def write_states(a, c, decays, step, states, room, length, factor, form: tl.cons
             weights = (decays.since if form.REVERSE else decays.until) + (place + first // C) * C
             tc = (tc * tl.load(weights + inner)[:, None]).to(tc.dtype)
             total = tl.load(decays.whole + (place + first // C))
-            state *= _halved(total)
+            state *= _exp(total)
             decay += total
         if step is not None:
             tc = (tc * _factors(step, from_step, rows, end)[:, None]).to(tc.dtype)
@@ -218,7 +217,8 @@ def _of_rows(rows_of, place, part, form: tl.constexpr):
 @triton.jit
 def _decay(decays, place, part, form: tl.constexpr):
     """A block's sums of gates, e^sums, and e^sums until its end, since its chunk's begin and until the chunk's end."""
-    sums = tl.zeros([form.R], tl.float32)
+    R: tl.constexpr = form.R
+    sums = tl.zeros([R], tl.float32)
     soon, since, until = sums + 1.0, sums + 1.0, sums + 1.0
     if form.GATE:
         sums, soon = _of_rows(decays.sums, place, part, form), _of_rows(decays.soon, place, part, form)
@@ -241,7 +241,7 @@ def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.const
     from_step = from_q
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
-    sums, late, soon, since, until = _decay(decays, place, part, form)
+    sums, late, _, since, _ = _decay(decays, place, part, form)
     tq = _tile(from_q, q.token, first, depth, tokens, R, form.K)
     found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
     if form.GATE:
@@ -294,7 +294,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
     from_step = from_q
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
-    sums, late, soon, since, until = _decay(decays, place, part, form)
+    sums, late, _, since, _ = _decay(decays, place, part, form)
     tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V)
     found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
     if form.GATE:
@@ -321,7 +321,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
 
 @triton.jit
 def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.constexpr):
-    """A block's weights of keys (rows) with queries in dk and in dv; keeps what the pairs bring to the block's gates."""
+    """A block's weights of keys (rows) with queries in dk and in dv; keeps what its pairs bring to its gates."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
     part = (first // R) % form.BLOCKS
@@ -356,7 +356,7 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
     rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
-    sums, late, soon, since, until = _decay(decays, place, part, form)
+    _, _, soon, _, until = _decay(decays, place, part, form)
     if step is not None:
         factor = _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)
         soon *= factor
@@ -388,7 +388,7 @@ def _values(q, k, do, decays, marks, scores, grads, where, room, scale, form: tl
     rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_do = find_head(do, n, h, room.ends, start)
-    sums, late, soon, since, until = _decay(decays, place, part, form)
+    _, _, soon, _, until = _decay(decays, place, part, form)
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
     if form.GATE:
@@ -416,7 +416,7 @@ def _past(before, after, decays, place, form: tl.constexpr):
         at = place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :]
         one = tl.load(before + at, mask=inside, other=0.0).to(tl.float32)
         both += one * tl.load(after + at, mask=inside, other=0.0).to(tl.float32)
-    return _halved(tl.load(decays.whole + place)) * tl.sum(tl.sum(both, 1), 0)
+    return _exp(tl.load(decays.whole + place)) * tl.sum(tl.sum(both, 1), 0)
 
 
 @triton.jit
@@ -432,9 +432,8 @@ def write_gradients(q, k, v, do, decays, step, before, after, grads, room, scale
     products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
     _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
     _values(q, k, do, decays, after, scores, grads, where, room, scale, form)
-    if form.GATE:
-        if part == 0:
-            tl.store(grads.past + place, _past(before, after, decays, place, form))
+    if form.GATE and part == 0:
+        tl.store(grads.past + place, _past(before, after, decays, place, form))
 
 
 @triton.jit
