@@ -24,6 +24,7 @@ from ridgeline.ops.recurrent._heads import (
 from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
 
 MOST = 128  # columns of q, k and v
+APART = 1 << 24  # of a chunk's rows in elements, whose offsets have 32 bits
 IDEA = "states written out before all chunks run side by side; pairs made once for all gradients"
 Maybe = torch.Tensor | None
 
@@ -162,10 +163,14 @@ def backward(call: _chunks.Call, step: Maybe, made: tuple[Any, ...], do: torch.T
 
 def refusal(*args: Any, **given: Any) -> str | None:
     """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
-    widest = max(t.shape[-1] for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4)
-    return _calls.refusal(*args, **given) or (
-        f"a head has at most {MOST} columns, got {widest}" if widest > MOST else None
-    )
+    rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4]
+    widest, apart = max(t.shape[-1] for t in rows), max(t.stride(1) for t in rows)
+    reason = _calls.refusal(*args, **given)
+    if reason is None and widest > MOST:
+        reason = f"a head has at most {MOST} columns, got {widest}"
+    if reason is None and apart > APART:
+        reason = f"tokens are at most {APART} elements apart, got {apart}"
+    return reason
 
 
 def refusal_of_gates(*args: Any, **given: Any) -> str | None:
