@@ -77,8 +77,8 @@ def prepare(call: _chunks.Call, step: Maybe) -> Plan:
     decays = None
     if call.g is not None:
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
-        rows = [torch.empty((B * HV, chunks, C), **fresh) for _ in range(4)]
-        decays = Decays(*rows, torch.empty((B * HV, chunks), **fresh))
+        sums, soon, since, until = (torch.empty((B * HV, chunks, C), **fresh) for _ in range(4))
+        decays = Decays(sums, soon, since, until, torch.empty((B * HV, chunks), **fresh))
         launch(write_decays, (chunks, B * HV), call.rows(call.g), decays, room, form=form, num_warps=1)
     return Plan(call, tiles, form, room, decays, None if step is None else one_per_token(step))
 
