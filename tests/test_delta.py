@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
 from ridgeline import device as devices
+from ridgeline import tuning
 from ridgeline.op import RidgelineError
 from ridgeline.ops.recurrent import _delta_chunks
 from test_recurrent import close, everything, exact, first_state
@@ -137,6 +138,7 @@ def test_more_sequences_than_a_grid_has(device: str) -> None:
 
 
 def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int = 1) -> None:
+    monkeypatch.setattr(tuning, "version", -1)  # no plan that another test recorded
     monkeypatch.setattr(_delta_chunks, "span", lambda gpu, programs, most, K: chunks)
 
 
@@ -173,8 +175,10 @@ def test_shared_memory_of_backward(device: str, monkeypatch: pytest.MonkeyPatch)
         return everything(ridgeline.gated_delta_rule, [*args, gates, beta], state, "triton", normalize=True)
 
     for kind in KINDS:
+        monkeypatch.setattr(tuning, "version", -2)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 2)
         shared = results(kind)
+        monkeypatch.setattr(tuning, "version", -3)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 0)
         monkeypatch.setattr(_delta_chunks, "_in", lambda *_: None)
         assert all(torch.equal(a, b) for a, b in zip(shared, results(kind), strict=True)), kind
