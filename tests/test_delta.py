@@ -158,6 +158,19 @@ def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_without_states(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in segments that begins with a state of zeros and gives none back."""
+    in_segments(monkeypatch)
+    function, args, given = inputs(kind, 1, 70, device, low=-0.1)
+    leaves = [[a.to(dtype).requires_grad_() for a in args] for dtype in (args[0].dtype, torch.float64)]
+    found, exactly = [
+        [o := function(*a, impl=impl, **given), *torch.autograd.grad(o, a, torch.ones_like(o))]
+        for a, impl in zip(leaves, ("triton", "naive"), strict=True)
+    ]
+    close(found, exactly, 5e-6)
+
+
 def test_shared_memory_of_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward in parts, whose gradients of states lie where states have been read; L, P, U and rows with their decays
     lie in dq and dk, whose last chunk is not whole. The bits are those of all chunks at once in memory of their own."""
