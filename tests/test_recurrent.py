@@ -352,25 +352,32 @@ def test_packed_sequences_side_by_side_equal_separate_ones(
             assert torch.equal(mine, all_of_them[:, start:end])
 
 
-def test_each_tokens_factor_of_v(device: str) -> None:
-    """The kernels' `step` weighs v's rows: o, the state and the gradients are those of v times it, and v's is the
-    gradient of the product."""
+@pytest.mark.parametrize("shared", [1, 2, 4])
+@pytest.mark.parametrize("skip", [False, True])
+def test_each_tokens_factor_of_v(shared: int, skip: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' step sizes weigh v's rows, D adds v to o, and all gradients are sums over heads: of parts in memory,
+    or of `shared` heads in a program."""
     function, args = inputs("head", 1, 49, device)
-    q, k, v, g = (a.half() for a in args)
-    step = torch.rand(1, 49, HV, device=device, generator=torch.Generator(device).manual_seed(3)) + 0.5
-    weighed = (v * step[..., None]).double()
-    leaves = [t.double().requires_grad_() for t in (q, k, weighed, g)]
-    expected, final = function(*leaves, return_state=True, impl="naive")
+    q, k, _, g = (a.half() for a in args)
+    q, k, dice = q[:, :, :1], k[:, :, :1], torch.Generator(device).manual_seed(3)
+    v = torch.randn(1, 49, 4, V, device=device, generator=dice).half()
+    g = g[:, :, :1].expand(1, 49, 4).contiguous()
+    step, factor = torch.rand(1, 49, 4, device=device, generator=dice) + 0.5, torch.randn(4, device=device)
+    monkeypatch.setattr(_head_chunks, "share", lambda *_: shared)
+    leaves = [t.double().requires_grad_() for t in (q, k, v, g, factor, step)]
+    own = *(t.expand(1, 49, 4, K) for t in leaves[:2]), leaves[2] * leaves[5].unsqueeze(-1), leaves[3]
+    expected, final = function(*own, scale=K**-0.5, return_state=True, impl="naive")
+    expected = expected + leaves[2] * leaves[4].unsqueeze(-1) * skip
     do = torch.randn(expected.shape, device=device, generator=torch.Generator(device).manual_seed(1)).half()
-    call = _chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee")
-    o, last = torch.empty_like(v), torch.empty(1, HV, K, V, device=device)
-    _head_chunks.forward(call, step, o, last)
-    dq, dk, dv = (torch.empty(1, 49, HV, n, device=device) for n in (K, K, V))
-    dg = torch.empty(1, 49, HV, device=device)
-    _head_chunks.backward(call, step, (dq, dk, dv, dg, None), do, None)
-    dg, dq, dk = dg.unflatten(2, (H, -1)).sum(3), dq.unflatten(2, (H, -1)).sum(3), dk.unflatten(2, (H, -1)).sum(3)
+    call = _chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee", step, factor if skip else None)
+    o, last = torch.empty_like(v), torch.empty(1, 4, K, V, device=device)
+    _head_chunks.forward(o, last, call)
+    grads = [torch.empty(t.shape, device=device) for t in leaves]
+    _head_chunks.backward((*grads[:4], grads[4] if skip else None, grads[5], None), do, None, call)
     exact_ones = torch.autograd.grad(expected, leaves, do.double())
-    close([o, last, dq, dk, dv, dg], [expected, final, *exact_ones], 1e-3)
+    if not skip:
+        exact_ones[4].copy_(grads[4].fill_(0))
+    close([o, last, *grads], [expected, final, *exact_ones], 1e-3)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")

@@ -29,6 +29,7 @@ class BlockForm(NamedTuple):
     R: int  # rows of a block
     BLOCKS: int  # of a chunk, 1 or 2
     GATE: int  # 0: none, 1: per token
+    SHARE: int  # heads of a group whose parts of dq and dk a program of `write_gradients` sums
 
 
 class Room(NamedTuple):
@@ -53,12 +54,14 @@ class Decays(NamedTuple):
 
 
 class HeadGrads(NamedTuple):
-    """(B, T, value heads, columns), contiguous."""
+    """(B, T, value heads, columns), contiguous; q's and k's are of SHARE heads each."""
 
     q: Any
     k: Any
-    v: Any  # of v times its token's factor
+    v: Any
     g: Any  # (B, T, value heads) in float32, or None
+    step: Any  # of each token's factor, as g's
+    skip: Any  # <do, v> of each token, as g's
     rows: Any  # what each row brings to its gates, (5, heads, chunks, rows) in float32: the numbers below
     stride: Any
     past: Any  # what goes past each chunk, in float32
@@ -82,10 +85,9 @@ def _first_chunk(room, n):
 
 
 @triton.jit
-def _place(room, chunk):
-    """Of a program's head and one of the chunks it has room for: the sequence, the head, where the sequence begins, its
-    tokens, the chunk's first token, and its place among all chunks."""
-    pair = tl.program_id(1)
+def _place(room, chunk, pair):
+    """Of a sequence's head and one of the chunks it has room for: the sequence, the head, where the sequence begins,
+    its tokens, the chunk's first token, and its place among all chunks."""
     n, h = pair // room.heads, pair % room.heads
     kept = chunk
     if room.ends is not None:
@@ -104,7 +106,7 @@ def write_decays(gate, made, room, form: tl.constexpr):
     """The decays of a chunk. They are sums, never differences."""
     R: tl.constexpr = form.R
     C: tl.constexpr = form.R * form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0))
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0), tl.program_id(1))
     if first >= tokens:
         return
     base = find_head(gate, n, h, room.ends, start)
@@ -231,7 +233,7 @@ def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.const
     """A block's outputs, from the state before its chunk and the chunk's rows."""
     R: tl.constexpr = form.R
     part = tl.program_id(0) % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
     first += part * R
     if first >= tokens:
         return
@@ -258,20 +260,38 @@ def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.const
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
+    found *= scale
+    if step is not None:
+        if step.skip is not None:
+            tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
+            found += tl.load(step.skip + h) * tv.to(tl.float32)
     there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
     at = to + first.to(tl.int64) * out.token + (tl.arange(0, R)[:, None] * out.token + columns[None, :])
-    tl.store(at, scale * found, mask=there)
+    tl.store(at, found, mask=there)
 
 
 @triton.jit
-def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a block's rows are in a gradient."""
+def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr):
+    """Where a block's rows are in a gradient, which SHARE heads share."""
     n, h, start, first = where[0], where[1], where[2], where[4]
     row = start + first
     if room.ends is None:
         row += n.to(tl.int64) * room.tokens
-    inner = tl.arange(0, R)[:, None] * (room.heads * WIDTH)
-    return grad + (row * room.heads + h) * WIDTH + (inner + columns[None, :])
+    heads = room.heads // SHARE
+    inner = tl.arange(0, R)[:, None] * (heads * WIDTH)
+    return grad + (row * heads + h // SHARE) * WIDTH + (inner + columns[None, :])
+
+
+@triton.jit
+def _put(grad, found, where, room, WIDTH: tl.constexpr, form: tl.constexpr):
+    """Writes a block's rows of dq or dk; adds them to those of the heads before, where heads share."""
+    R: tl.constexpr = form.R
+    rows, depth = where[4] + tl.arange(0, R), tl.arange(0, form.BK)
+    here = (rows < where[3])[:, None] & (depth < WIDTH)[None, :]
+    at = _rows_of(grad, where, room, depth, R, WIDTH, form.SHARE)
+    if form.SHARE > 1:
+        found += tl.load(at, mask=here & (where[1] % form.SHARE > 0), other=0.0)
+    tl.store(at, found, mask=here)
 
 
 @triton.jit
@@ -315,8 +335,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first, depth, tokens, R, form.K))
-    here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    tl.store(_rows_of(grads.q, where, room, depth, R, form.K), scale * found, mask=here)
+    _put(grads.q, scale * found, where, room, form.K, form)
 
 
 @triton.jit
@@ -340,7 +359,9 @@ def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.conste
         products *= _factors(step, from_step, first + tl.arange(0, R), tokens)[:, None]
     if form.GATE:  # rows are gates, and columns queries: the sum over keys before the gate
         if tv.dtype == tl.float16:  # whose range they may leave
-            earlier = tl.dot((j < i).to(tl.float32), scores * products, input_precision="tf32")
+            carried = (scores * products).to(tl.int32, bitcast=True)
+            carried = ((carried + 0x1000) & -0x2000).to(tl.float32, bitcast=True)  # the product cuts bits off
+            earlier = tl.dot((j < i).to(tl.float32), carried, input_precision="tf32")
         else:
             earlier = tl.dot((j < i).to(tv.dtype), (scores * products).to(tv.dtype))
         _bring(grads, OWN, where, part, (j >= i).to(tl.float32), earlier, form)
@@ -375,13 +396,20 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
     if form.GATE:
         _bring(grads, KEY, where, part, _tile(from_k, k.token, first, depth, tokens, R, form.K), found, form)
     found += tl.dot(products, _tile(from_q, q.token, first, depth, tokens, R, form.K))
-    here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    tl.store(_rows_of(grads.k, where, room, depth, R, form.K), found, mask=here)
+    _put(grads.k, found, where, room, form.K, form)
 
 
 @triton.jit
-def _values(q, k, do, decays, marks, scores, grads, where, room, scale, form: tl.constexpr):
-    """Writes a block's dv. scores: the block's weights of keys with queries."""
+def _per_token(grad, found, where, room, form: tl.constexpr):
+    """Writes a number for each row of a block."""
+    at = _rows_of(grad, where, room, tl.arange(0, 1), form.R, 1, 1)
+    tl.store(at, found[:, None], mask=(where[4] + tl.arange(0, form.R) < where[3])[:, None])
+
+
+@triton.jit
+def _values(q, k, v, do, decays, step, marks, scores, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dv, and the gradients of its tokens' factors. scores: the block's weights of keys with
+    queries."""
     R: tl.constexpr = form.R
     n, h, start, tokens, first, place = where
     part = (first // R) % form.BLOCKS
@@ -399,8 +427,16 @@ def _values(q, k, do, decays, marks, scores, grads, where, room, scale, form: tl
             weights *= soon[:, None] * _decay(decays, place, part + 1, form)[1][None, :]
         found += tl.dot(weights.to(tk.dtype), _tile(from_do, do.token, first + R, columns, tokens, R, form.V))
     found += tl.dot(scores, _tile(from_do, do.token, first, columns, tokens, R, form.V))
+    if step is not None:
+        tv = _tile(find_head(v, n, h, room.ends, start), v.token, first, columns, tokens, R, form.V).to(tl.float32)
+        _per_token(grads.step, tl.sum(tv * found, 1), where, room, form)
+        found *= _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)[:, None]
+        if step.skip is not None:
+            tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V).to(tl.float32)
+            _per_token(grads.skip, tl.sum(tv * tdo, 1), where, room, form)
+            found += tl.load(step.skip + h) * tdo
     here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-    tl.store(_rows_of(grads.v, where, room, columns, R, form.V), found, mask=here)
+    tl.store(_rows_of(grads.v, where, room, columns, R, form.V, 1), found, mask=here)
 
 
 @triton.jit
@@ -423,17 +459,21 @@ def _past(before, after, decays, place, form: tl.constexpr):
 def write_gradients(q, k, v, do, decays, step, before, after, grads, room, scale, form: tl.constexpr):
     """A block's gradients. before, after: the states before each chunk and the gradients of those after it."""
     part = tl.program_id(0) % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    pair = tl.program_id(1) * form.SHARE
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
     first += part * form.R
     if first >= tokens:
         return
-    where = (n, h, start, tokens, first, place)
-    _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
-    products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
-    _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
-    _values(q, k, do, decays, after, scores, grads, where, room, scale, form)
-    if form.GATE and part == 0:
-        tl.store(grads.past + place, _past(before, after, decays, place, form))
+    for turn in range(form.SHARE):
+        where = (n, h + turn, start, tokens, first, place + turn * room.chunks)
+        _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
+        products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
+        _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
+        _values(q, k, v, do, decays, step, after, scores, grads, where, room, scale, form)
+        if form.GATE and part == 0:
+            tl.store(grads.past + where[5], _past(before, after, decays, where[5], form))
+        if form.SHARE > 1:
+            tl.debug_barrier()  # other threads read what these have written to dq and dk
 
 
 @triton.jit
@@ -441,7 +481,7 @@ def join_gates(grads, room, scale, form: tl.constexpr):
     """A block's dg: queries from each gate on, keys before it, and what goes past the block."""
     R: tl.constexpr = form.R
     part = tl.program_id(0) % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
     first += part * R
     if first >= tokens:
         return
@@ -455,5 +495,4 @@ def join_gates(grads, room, scale, form: tl.constexpr):
         late = part == 0 and first + R < tokens
         found += scale * tl.sum(tl.load(at + R + FAR_QUERY * grads.stride, mask=(inner < R) & late, other=0.0), 0)
         found += tl.sum(tl.load(at - R + FAR_KEY * grads.stride, mask=(inner < R) & (part > 0), other=0.0), 0)
-    to = _rows_of(grads.g, (n, h, start, tokens, first, place), room, tl.arange(0, 1), R, 1)
-    tl.store(to, found[:, None], mask=(first + inner < tokens)[:, None])
+    _per_token(grads.g, found, (n, h, start, tokens, first, place), room, form)
