@@ -21,7 +21,7 @@ from ridgeline.ops.recurrent._heads import (
     write_outputs,
     write_states,
 )
-from ridgeline.ops.recurrent._scan import Form, States, Steps, chain_segments
+from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
 
 MOST = 128  # columns of q, k and v
 LONG = 512  # tokens of a sequence from which on writing its states out pays
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
     form: BlockForm
     room: Room
     decays: Decays | None
-    step: Steps | None  # Mamba-2's
+    step: Rows | None  # each token's factor of v, (B, T, value heads)
 
 
 def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
@@ -85,7 +85,7 @@ def prepare(call: _chunks.Call) -> Plan:
         sums, soon, since, until = (torch.empty((B * HV, chunks, C), **fresh) for _ in range(4))
         decays = Decays(sums, soon, since, until, torch.empty((B * HV, chunks), **fresh))
         launch(write_decays, (chunks, B * HV), call.rows(call.g), decays, room, form=form, num_warps=1)
-    step = None if call.step is None else Steps(*call.rows(call.step), call.skip)
+    step = None if call.step is None else call.rows(call.step)
     return Plan(call, tiles, form, room, decays, step)
 
 
@@ -129,9 +129,8 @@ def forward(o: torch.Tensor, last: torch.Tensor, call: _chunks.Call) -> None:
     marks = walk(plan, call.k, call.v, call.first, last, call.q.dtype, False)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, o)), plan.decays
     grid = room.chunks * plan.tiles.blocks, call.v.shape[0] * room.heads
-    launch(
-        write_outputs, grid, *rows, plan.step, marks, room, call.scale, form=plan.form, **plan.tiles.outputs
-    )  # fmt: skip
+    args = *rows, plan.step, call.skip, marks, room, call.scale
+    launch(write_outputs, grid, *args, form=plan.form, **plan.tiles.outputs)
 
 
 def bwd(
@@ -167,7 +166,7 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
     grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
-    args = *rows, plan.step, before, after, grads, room, call.scale
+    args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
     launch(write_gradients, (grid, heads // some), *args, form=plan.form._replace(SHARE=some), **tiles.gradients)
     if dg is not None:
         launch(join_gates, (grid, heads), grads, room, call.scale, form=plan.form, num_warps=1)

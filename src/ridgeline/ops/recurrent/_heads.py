@@ -229,8 +229,8 @@ def _decay(decays, place, part, form: tl.constexpr):
 
 
 @triton.jit
-def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.constexpr):
-    """A block's outputs, from the state before its chunk and the chunk's rows."""
+def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl.constexpr):
+    """A block's outputs, from the state before its chunk and the chunk's rows. skip: D or None."""
     R: tl.constexpr = form.R
     part = tl.program_id(0) % form.BLOCKS
     n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
@@ -261,10 +261,8 @@ def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.const
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
     found *= scale
-    if step is not None:
-        if step.skip is not None:
-            tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
-            found += tl.load(step.skip + h) * tv.to(tl.float32)
+    if skip is not None:
+        found += tl.load(skip + h) * _tile(from_v, v.token, first, columns, tokens, R, form.V).to(tl.float32)
     there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
     at = to + first.to(tl.int64) * out.token + (tl.arange(0, R)[:, None] * out.token + columns[None, :])
     tl.store(at, found, mask=there)
@@ -407,7 +405,7 @@ def _per_token(grad, found, where, room, form: tl.constexpr):
 
 
 @triton.jit
-def _values(q, k, v, do, decays, step, marks, scores, grads, where, room, scale, form: tl.constexpr):
+def _values(q, k, v, do, decays, step, skip, marks, scores, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dv, and the gradients of its tokens' factors. scores: the block's weights of keys with
     queries."""
     R: tl.constexpr = form.R
@@ -431,10 +429,10 @@ def _values(q, k, v, do, decays, step, marks, scores, grads, where, room, scale,
         tv = _tile(find_head(v, n, h, room.ends, start), v.token, first, columns, tokens, R, form.V).to(tl.float32)
         _per_token(grads.step, tl.sum(tv * found, 1), where, room, form)
         found *= _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)[:, None]
-        if step.skip is not None:
+        if skip is not None:
             tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V).to(tl.float32)
             _per_token(grads.skip, tl.sum(tv * tdo, 1), where, room, form)
-            found += tl.load(step.skip + h) * tdo
+            found += tl.load(skip + h) * tdo
     here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
     tl.store(_rows_of(grads.v, where, room, columns, R, form.V, 1), found, mask=here)
 
@@ -456,7 +454,7 @@ def _past(before, after, decays, place, form: tl.constexpr):
 
 
 @triton.jit
-def write_gradients(q, k, v, do, decays, step, before, after, grads, room, scale, form: tl.constexpr):
+def write_gradients(q, k, v, do, decays, step, skip, before, after, grads, room, scale, form: tl.constexpr):
     """A block's gradients. before, after: the states before each chunk and the gradients of those after it."""
     part = tl.program_id(0) % form.BLOCKS
     pair = tl.program_id(1) * form.SHARE
@@ -469,7 +467,7 @@ def write_gradients(q, k, v, do, decays, step, before, after, grads, room, scale
         _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
         products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
         _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
-        _values(q, k, v, do, decays, step, after, scores, grads, where, room, scale, form)
+        _values(q, k, v, do, decays, step, skip, after, scores, grads, where, room, scale, form)
         if form.GATE and part == 0:
             tl.store(grads.past + where[5], _past(before, after, decays, where[5], form))
         if form.SHARE > 1:
