@@ -164,7 +164,7 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
         some = share(device.of(do), HV // H, grid * heads)
         sums = torch.empty((2, B, T, HV // some, dq.shape[3]), **fresh).unbind()
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
-    grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)
+    grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past, 0)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
     args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
     launch(write_gradients, (grid, heads // some), *args, form=plan.form._replace(SHARE=some), **tiles.gradients)

@@ -65,6 +65,7 @@ class HeadGrads(NamedTuple):
     rows: Any  # what each row brings to its gates, (5, heads, chunks, rows) in float32: the numbers below
     stride: Any
     past: Any  # what goes past each chunk, in float32
+    nothing: Any  # 0, added where a compiler would else keep all tiles' offsets in registers from head to head
 
 
 QUERY = tl.constexpr(0)  # pairs of a row's query with keys of earlier blocks
@@ -188,10 +189,10 @@ def write_states(a, c, decays, step, states, room, length, factor, form: tl.cons
 
 
 @triton.jit
-def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
+def _own(scores, before, nothing, form: tl.constexpr, TURNED: tl.constexpr):
     """A block's own pairs with their decays: rows are queries and columns keys, or TURNED the other way."""
     row = tl.arange(0, form.R)
-    i, j = row[:, None], row[None, :]
+    i, j = nothing + row[:, None], row[None, :]
     seen = j >= i if TURNED else i >= j
     if form.GATE:
         apart = before[None, :] - before[:, None] if TURNED else before[:, None] - before[None, :]
@@ -200,8 +201,8 @@ def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _state_at(marks, place, form: tl.constexpr):
-    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
+def _state_at(marks, place, nothing, form: tl.constexpr):
+    depth, columns = nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     return tl.load(marks + place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :], inside, other=0.0)
 
@@ -245,7 +246,7 @@ def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl
         from_step = find_head(step, n, h, room.ends, start)
     sums, late, _, since, _ = _decay(decays, place, part, form)
     tq = _tile(from_q, q.token, first, depth, tokens, R, form.K)
-    found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
+    found = tl.dot(tq, _state_at(marks, place, 0, form).to(tq.dtype))
     if form.GATE:
         found *= since[:, None]
     if part > 0:  # the block before
@@ -256,7 +257,7 @@ def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl
             weights *= _factors(step, from_step, rows - R, tokens)[None, :]
         found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first - R, columns, tokens, R, form.V))
     weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first, depth, tokens, R, form.K)))
-    weights = _own(weights, sums, form, False)
+    weights = _own(weights, sums, 0, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
@@ -284,7 +285,7 @@ def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr, S
 def _put(grad, found, where, room, WIDTH: tl.constexpr, form: tl.constexpr):
     """Writes a block's rows of dq or dk; adds them to those of the heads before, where heads share."""
     R: tl.constexpr = form.R
-    rows, depth = where[4] + tl.arange(0, R), tl.arange(0, form.BK)
+    rows, depth = where[4] + tl.arange(0, R), where[6] + tl.arange(0, form.BK)
     here = (rows < where[3])[:, None] & (depth < WIDTH)[None, :]
     at = _rows_of(grad, where, room, depth, R, WIDTH, form.SHARE)
     if form.SHARE > 1:
@@ -304,9 +305,9 @@ def _bring(grads, number, where, part, x, y, form: tl.constexpr):
 def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dq."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     from_step = from_q
@@ -314,7 +315,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
         from_step = find_head(step, n, h, room.ends, start)
     sums, late, _, since, _ = _decay(decays, place, part, form)
     tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V)
-    found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
+    found = tl.dot(tdo, tl.trans(_state_at(marks, place, nothing, form).to(tdo.dtype)))
     if form.GATE:
         found *= since[:, None]
     if part > 0:  # keys of the block before
@@ -329,7 +330,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
     if form.GATE:
         _bring(grads, QUERY, where, part, _tile(from_q, q.token, first, depth, tokens, R, form.K), found, form)
     weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first, columns, tokens, R, form.V)))
-    weights = _own(weights, sums, form, False)
+    weights = _own(weights, sums, nothing, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first, depth, tokens, R, form.K))
@@ -340,17 +341,17 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
 def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.constexpr):
     """A block's weights of keys (rows) with queries in dk and in dv; keeps what its pairs bring to its gates."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
-    i, j = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
+    depth, columns = nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
+    i, j = nothing + tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     sums = _decay(decays, place, part, form)[0]
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
     scores = tl.dot(tk, tl.trans(_tile(from_q, q.token, first, depth, tokens, R, form.K)))
-    scores = _own(scale * scores, sums, form, True)
+    scores = _own(scale * scores, sums, nothing, form, True)
     products = tl.dot(tv, tl.trans(_tile(from_do, do.token, first, columns, tokens, R, form.V)))
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
@@ -363,16 +364,16 @@ def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.conste
         else:
             earlier = tl.dot((j < i).to(tv.dtype), (scores * products).to(tv.dtype))
         _bring(grads, OWN, where, part, (j >= i).to(tl.float32), earlier, form)
-    return _own(scale * products, sums, form, True).to(tv.dtype), scores.to(tv.dtype)
+    return _own(scale * products, sums, nothing, form, True).to(tv.dtype), scores.to(tv.dtype)
 
 
 @triton.jit
 def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dk. products: the block's weights of keys with queries."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     _, _, soon, _, until = _decay(decays, place, part, form)
@@ -381,7 +382,7 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
         soon *= factor
         until *= factor
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
-    found = tl.dot(tv, tl.trans(_state_at(marks, place, form).to(tv.dtype)))
+    found = tl.dot(tv, tl.trans(_state_at(marks, place, nothing, form).to(tv.dtype)))
     if form.GATE or step is not None:
         found *= until[:, None]
     if part < form.BLOCKS - 1:  # queries of the block after
@@ -409,14 +410,14 @@ def _values(q, k, v, do, decays, step, skip, marks, scores, grads, where, room, 
     """Writes a block's dv, and the gradients of its tokens' factors. scores: the block's weights of keys with
     queries."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_do = find_head(do, n, h, room.ends, start)
     _, _, soon, _, until = _decay(decays, place, part, form)
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
-    found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
+    found = tl.dot(tk, _state_at(marks, place, nothing, form).to(tk.dtype))
     if form.GATE:
         found *= until[:, None]
     if part < form.BLOCKS - 1:  # queries of the block after
@@ -438,12 +439,12 @@ def _values(q, k, v, do, decays, step, skip, marks, scores, grads, where, room, 
 
 
 @triton.jit
-def _past(before, after, decays, place, form: tl.constexpr):
+def _past(before, after, decays, place, nothing, form: tl.constexpr):
     """What keys before a chunk bring to its gates with queries after it: the decayed <state, its gradient>."""
     PIECE: tl.constexpr = 16
     BV: tl.constexpr = form.BV
     both = tl.zeros([PIECE, BV], tl.float32)
-    columns = tl.arange(0, BV)
+    columns = nothing + tl.arange(0, BV)
     for piece in range(form.BK // PIECE):
         depth = piece * PIECE + tl.arange(0, PIECE)
         inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
@@ -463,13 +464,13 @@ def write_gradients(q, k, v, do, decays, step, skip, before, after, grads, room,
     if first >= tokens:
         return
     for turn in range(form.SHARE):
-        where = (n, h + turn, start, tokens, first, place + turn * room.chunks)
+        where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
         _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
         products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
         _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
         _values(q, k, v, do, decays, step, skip, after, scores, grads, where, room, scale, form)
         if form.GATE and part == 0:
-            tl.store(grads.past + where[5], _past(before, after, decays, where[5], form))
+            tl.store(grads.past + where[5], _past(before, after, decays, where[5], where[6], form))
         if form.SHARE > 1:
             tl.debug_barrier()  # other threads read what these have written to dq and dk
 
@@ -493,4 +494,4 @@ def join_gates(grads, room, scale, form: tl.constexpr):
         late = part == 0 and first + R < tokens
         found += scale * tl.sum(tl.load(at + R + FAR_QUERY * grads.stride, mask=(inner < R) & late, other=0.0), 0)
         found += tl.sum(tl.load(at - R + FAR_KEY * grads.stride, mask=(inner < R) & (part > 0), other=0.0), 0)
-    _per_token(grads.g, found, (n, h, start, tokens, first, place), room, form)
+    _per_token(grads.g, found, (n, h, start, tokens, first, place, 0), room, form)
