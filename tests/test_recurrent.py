@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import ridgeline
+import ridgeline.device
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED
+from ridgeline.op import get
 from ridgeline.ops.recurrent import _causal_product, _channel_chunks, _chunks, _head_chunks, ssd
+from ridgeline.select import select, why_not
 
 pytestmark = pytest.mark.kernels
 
@@ -385,6 +388,55 @@ def test_each_tokens_factor_of_v(shared: int, skip: bool, device: str, monkeypat
 @pytest.mark.parametrize("case", ["16", "33", "packed"])
 def test_all_chunks_side_by_side_stay_in_their_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stay_in_memory(kind, case, "triton_chunks", 1e-3, monkeypatch)
+
+
+def test_which_calls_have_all_chunks_side_by_side() -> None:
+    """By default on Hopper: long sequences with heads for half of the GPU, in bfloat16, with a gate per head."""
+
+    def serving(sizes: tuple[int, ...], kind: torch.dtype, ends: int = 0, channels: int = 0) -> set[str]:
+        B, T, heads, width = sizes
+        rows = torch.empty(sizes, dtype=kind, device="meta")
+        one = torch.empty((B, T, 1, width), dtype=kind, device="meta")
+        gate = torch.empty((B, T, heads, *[channels] * (channels > 0)), device="meta")
+        packed = torch.empty(ends + 1, dtype=torch.int32, device="meta") if ends else None
+        calls = [("gated_linear_attention", [rows, rows, rows, gate, None, None, packed, 1.0, "ieee"], (rows,) * 3)]
+        if not channels:
+            some = [one, one, rows, gate, gate, None, None, packed, 1.0, "ieee"]
+            calls.append(("ssd", some, (rows, gate, gate[0, 0], one, one)))
+        names = set()
+        for name, inputs, public in calls:
+            names.add(select(get(name), None, *inputs, kernels=True).name)
+            names.add(select(get(name), None, rows, None, *inputs, direction="bwd", kernels=True).name)
+            rung = get(name).implementations["triton_chunks"]
+            public = (*public, gate) if len(public) == 3 else public
+            reason = rung.left("fwd", *public, cu_seqlens=packed)
+            assert reason is None or names == {"triton"}
+            assert not any(c.isdigit() for c in reason or "")
+        return names
+
+    half = torch.bfloat16
+    with ridgeline.device.pretend("sm_90"):
+        assert serving((8, 4096, 16, 128), half) == {"triton_chunks"}
+        assert serving((1, 32768, 16, 128), half, 8) == {"triton_chunks"}
+        assert serving((8, 4096, 16, 128), half, channels=128) == {"triton"}  # a gate per channel
+        assert serving((8, 4096, 16, 256), half) == {"triton"}  # too wide
+        assert serving((8, 4096, 16, 128), torch.float32) == {"triton"}
+        assert serving((8, 4096, 16, 128), torch.float16) == {"triton"}
+        assert serving((64, 1, 32, 128), half) == {"triton"}  # a decoder's step
+        assert serving((64, 256, 32, 128), half) == {"triton"}  # short
+        assert serving((1, 32768, 16, 128), half, 128) == {"triton"}  # short ones, packed
+        assert serving((1, 32768, 4, 128), half) == {"triton"}  # few heads
+        q = torch.empty((8, 4096, 16, 128), dtype=half, device="meta")
+        inputs = q, q, q, None, None, None, None, 1.0, "ieee"
+        assert select(get("linear_attention"), None, *inputs, kernels=True).name == "triton"
+    with ridgeline.device.pretend("sm_80"):
+        assert serving((8, 4096, 16, 128), half) == {"triton"}
+
+
+def test_all_pairs_of_tokens_have_a_bound() -> None:
+    """The tolerance of long calls comes from the recurrence, since all pairs would not fit in memory."""
+    args, _ = get("ssd").case("8x4096x64x64, 1 group of 128").make("bfloat16", "meta")
+    assert "pairs of tokens" in str(why_not(get("ssd").implementations["torch"], *args))
 
 
 def test_what_all_chunks_side_by_side_refuse(device: str) -> None:
