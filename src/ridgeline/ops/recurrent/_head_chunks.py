@@ -17,8 +17,9 @@ from ridgeline.ops.recurrent._heads import (
     Room,
     join_gates,
     write_decays,
-    write_gradients,
+    write_key_gradients,
     write_outputs,
+    write_query_gradients,
     write_states,
 )
 from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
@@ -26,7 +27,7 @@ from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
 MOST = 128  # columns of q, k and v
 LONG = 512  # tokens of a sequence from which on writing its states out pays
 APART = 1 << 24  # of a chunk's rows in elements, whose offsets have 32 bits
-IDEA = "states written out before all chunks run side by side; pairs made once for all gradients"
+IDEA = "states written out, then all chunks side by side; the pairs of dk and dv made once"
 Maybe = torch.Tensor | None
 
 
@@ -36,7 +37,8 @@ class HeadTiles(NamedTuple):
     blocks: int  # of a chunk
     walk: dict[str, Any]  # warps and stages of `write_states`
     outputs: dict[str, Any]
-    gradients: dict[str, Any]
+    queries: dict[str, Any]  # of `write_query_gradients` with a head in a program
+    keys: dict[str, Any]  # of `write_key_gradients`, and of both with several
 
 
 class Plan(NamedTuple):
@@ -54,17 +56,16 @@ def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
     BV = max(16, triton.next_power_of_2(V))
     one: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
     if gpu.backend == "cpu":  # the interpreter: several chunks and slices
-        return HeadTiles(min(BV, 16), 16, 2, one, one, one)
+        return HeadTiles(min(BV, 16), 16, 2, one, one, one, one)
     if gpu.capability != 90:
-        return HeadTiles(min(BV, 32), 32, 2, one, one, one)
-    return HeadTiles(
-        min(BV, 64), 64, 2, {"num_warps": 4, "num_stages": 2}, one | {"maxnreg": 168}, one
-    )  # two, three and two programs a multiprocessor
+        return HeadTiles(min(BV, 32), 32, 2, one, one, one, one)
+    three: dict[str, Any] = one | {"maxnreg": 168}  # programs a multiprocessor, where two without
+    return HeadTiles(min(BV, 64), 64, 2, one | {"num_stages": 2}, three, three, one)
 
 
 def share(gpu: device.Device, group: int, programs: int) -> int:
-    """Returns how many heads of a group go to one program of `write_gradients`, which sums their parts of dq and dk:
-    up to 8, while programs fill the GPU eight times at two a multiprocessor."""
+    """Returns how many heads of a group go to a program of the gradients, which sums their parts of dq and dk: up to 8,
+    while programs fill the GPU eight times at two a multiprocessor."""
     some = 1
     while some < 8 and group % (2 * some) == 0 and programs >= 32 * some * gpu.multiprocessors:
         some *= 2
@@ -141,7 +142,7 @@ def bwd(
 
 
 def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _chunks.Call) -> None:
-    """The states again, their gradients, and one kernel over all chunks; another joins the parts of dg.
+    """The states again, their gradients, and two kernels over all chunks; another joins the parts of dg.
 
     gradients: of q, k, v, g, D, the step sizes and the first state. Those of q and k are of value heads or, where
     these share q and k, of its heads."""
@@ -166,8 +167,11 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
     grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past, 0)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
+    form, programs = plan.form._replace(SHARE=some), (grid, heads // some)
+    args = *rows, plan.step, before, grads, room, call.scale
+    launch(write_query_gradients, programs, *args, form=form, **(tiles.queries if some == 1 else tiles.keys))
     args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
-    launch(write_gradients, (grid, heads // some), *args, form=plan.form._replace(SHARE=some), **tiles.gradients)
+    launch(write_key_gradients, programs, *args, form=form, **tiles.keys)
     if dg is not None:
         launch(join_gates, (grid, heads), grads, room, call.scale, form=plan.form, num_warps=1)
     if dq.shape[2] != HV:

@@ -1,8 +1,8 @@
 """The chunk engine of `_scan.py` for a gate per token and head, or none, in half precision: all chunks side by side.
 
 Only the states need order. `write_states` walks a head's chunks, makes nothing but them, and writes the state before
-each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs` and
-`write_gradients` then take all chunks at once. A chunk has one block of rows or two, and a program takes one block, so
+each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs`,
+`write_query_gradients` and `write_key_gradients` then take all chunks at once. A chunk has one block of rows or two, and a program takes one block, so
 states are written half as often as a block's own pairs would need.
 
 No factor exceeds 1: pairs within a block decay by e^(G_i - G_j), those of two blocks by the decay since the edge
@@ -29,7 +29,7 @@ class BlockForm(NamedTuple):
     R: int  # rows of a block
     BLOCKS: int  # of a chunk, 1 or 2
     GATE: int  # 0: none, 1: per token
-    SHARE: int  # heads of a group whose parts of dq and dk a program of `write_gradients` sums
+    SHARE: int  # heads of a group whose parts of dq and dk a program sums
 
 
 class Room(NamedTuple):
@@ -455,8 +455,8 @@ def _past(before, after, decays, place, nothing, form: tl.constexpr):
 
 
 @triton.jit
-def write_gradients(q, k, v, do, decays, step, skip, before, after, grads, room, scale, form: tl.constexpr):
-    """A block's gradients. before, after: the states before each chunk and the gradients of those after it."""
+def write_query_gradients(q, k, v, do, decays, step, before, grads, room, scale, form: tl.constexpr):
+    """A block's dq. before: the states before each chunk."""
     part = tl.program_id(0) % form.BLOCKS
     pair = tl.program_id(1) * form.SHARE
     n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
@@ -466,13 +466,29 @@ def write_gradients(q, k, v, do, decays, step, skip, before, after, grads, room,
     for turn in range(form.SHARE):
         where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
         _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
+        if form.SHARE > 1:
+            tl.debug_barrier()  # other threads read what these have written to dq
+
+
+@triton.jit
+def write_key_gradients(q, k, v, do, decays, step, skip, before, after, grads, room, scale, form: tl.constexpr):
+    """A block's dk and dv, and what its gates get of pairs and states. after: the gradients of the states after each
+    chunk."""
+    part = tl.program_id(0) % form.BLOCKS
+    pair = tl.program_id(1) * form.SHARE
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
+    first += part * form.R
+    if first >= tokens:
+        return
+    for turn in range(form.SHARE):
+        where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
         products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
         _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
         _values(q, k, v, do, decays, step, skip, after, scores, grads, where, room, scale, form)
         if form.GATE and part == 0:
             tl.store(grads.past + where[5], _past(before, after, decays, where[5], where[6], form))
         if form.SHARE > 1:
-            tl.debug_barrier()  # other threads read what these have written to dq and dk
+            tl.debug_barrier()
 
 
 @triton.jit
