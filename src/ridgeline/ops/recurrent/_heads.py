@@ -2,8 +2,9 @@
 
 Only the states need order. `write_states` walks a head's chunks, makes nothing but them, and writes the state before
 each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs`,
-`write_query_gradients` and `write_key_gradients` then take all chunks at once. A chunk has one block of rows or two, and a program takes one block, so
-states are written half as often as a block's own pairs would need.
+`write_query_gradients` and `write_key_gradients` then take all chunks at once. A chunk has one block of rows or two,
+and a program takes one block, so states are written half as often as a block's own pairs would need. Where many heads
+share q and k, a program of the gradients takes several of them and adds up their dq and dk.
 
 No factor exceeds 1: pairs within a block decay by e^(G_i - G_j), those of two blocks by the decay since the edge
 between them times the decay until it. The gate's gradient is the four sums of `_scan.py`.
