@@ -25,7 +25,8 @@ from ridgeline.ops.recurrent._heads import (
 from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
 
 MOST = 128  # columns of q, k and v
-LONG = 512  # tokens of a sequence from which on writing its states out pays
+LONG = 512  # tokens of a sequence from which on writing its states out pays, by count
+HEADS = 66  # of all sequences: fewer leave half of a Hopper GPU to segments
 APART = 1 << 24  # of a chunk's rows in elements, whose offsets have 32 bits
 IDEA = "states written out, then all chunks side by side; the pairs of dk and dv made once"
 Maybe = torch.Tensor | None
@@ -197,13 +198,13 @@ def left(v: torch.Tensor, ends: Maybe) -> str | None:
     """Why automatic choice leaves a call to the chain of chunks, or None."""
     gpu, (B, T, HV, _) = device.of(v), v.shape
     sequences = B if ends is None else ends.numel() - 1
-    if gpu.capability != 90:
+    if gpu.capability != 90 and not (v.is_meta and gpu.backend == "cpu"):  # recorded calls are asked for by sizes alone
         return "its tiles are for Hopper"
     if v.dtype != torch.bfloat16:
         return "it is timed and checked in bfloat alone"
     if B * T < LONG * sequences:
         return "its sequences are short"
-    return "its heads fill less than half of the GPU" if 2 * sequences * HV < gpu.multiprocessors else None
+    return "its heads fill less than half of the GPU" if sequences * HV < HEADS else None
 
 
 def left_of_gates(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
