@@ -86,6 +86,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("ssd", "triton_chunks", "write_outputs", "sm_90"): (48, "as gated_linear_attention's"),
     ("ssd", "triton_chunks", "write_key_gradients", "sm_86"): (112, "addresses kept from head to head; untimed there"),
     ("ssd", "triton_chunks", "write_key_gradients", "sm_100"): (16, "as sm_86's"),
+    ("ssd", "triton_chunks", "write_key_gradients", "sm_89"): (112, "as sm_86's"),
+    ("ssd", "triton_chunks", "write_key_gradients", "sm_80"): (8, "one register; tiles untimed there"),
     ("linear_attention", "triton_chunks", "write_key_gradients", "sm_90"): (40, "as gated_linear_attention's"),
     ("linear_attention", "triton_chunks", "write_query_gradients", "sm_100"): (8, "one register in float16; untimed"),
     ("gated_linear_attention", "triton", "own_pairs", "sm_90"): (
