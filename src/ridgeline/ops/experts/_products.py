@@ -213,8 +213,8 @@ def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: 
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32:
         deep = 32 if exact.startswith("tf32") else 16
-        tall = 32 if exact == "double" else max(32, min(rows, 64))
-        return {"BM": tall, "BN": 64, "BK": deep, "GROUP": 8, "num_warps": 4, "num_stages": 2}
+        tall, warps = (32, 8) if exact == "double" else (max(32, min(rows, 64)), 4)
+        return {"BM": tall, "BN": 64, "BK": deep, "GROUP": 8, "num_warps": warps, "num_stages": 2}
     if rows < 64:
         few = (T // rows + min(G, T)) * triton.cdiv(N, 64) < gpu.multiprocessors
         deep = 128 if K % 128 == 0 else 64
