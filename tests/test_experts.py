@@ -243,8 +243,9 @@ def test_graphs() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
-@pytest.mark.parametrize("sizes", [(128, 8, 2048, 768), (8, 2, 1024, 3584)], ids=str)
+@pytest.mark.parametrize("sizes", [(128, 8, 512, 768), (8, 2, 1024, 3584)], ids=str)
 def test_layers_in_bfloat16(tokens: int, sizes: tuple[int, ...]) -> None:
+    """Sizes of which the law's copies in float64, and their gradients, take less than 12 GiB."""
     x, weights, indices, gate_up, down = experts(tokens, *sizes, torch.bfloat16, "cuda")
     with torch.no_grad():
         gate_up.mul_(sizes[2] ** -0.5)
