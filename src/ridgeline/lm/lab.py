@@ -135,7 +135,8 @@ def record(path: Path, rows: Sequence[dict[str, Any]], verb: str) -> None:
     stamp = {"type": f"lm {verb}", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine()}
     try:
         with path.open("a") as file:
-            file.write("".join(json.dumps(stamp | row) + "\n" for row in rows))
+            lines = (json.dumps(stamp | store.rounded(row), separators=(",", ":")) for row in rows)
+            file.write("".join(line + "\n" for line in lines))
     except OSError as error:
         raise RidgelineError(f"lm: --record {path} cannot be written: {error.strerror}") from error
 
@@ -248,7 +249,7 @@ class Recording:
 
     def write(self, row: dict[str, Any], kind: str = "lm") -> None:
         """Appends a row at once."""
-        store.append(self.path, [{"schema": store.SCHEMA, "type": kind, "run": self.name, **row}])
+        store.append(self.path, [{"schema": store.SCHEMA, "type": kind, "run": self.name, **store.rounded(row)}])
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
