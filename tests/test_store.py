@@ -235,6 +235,7 @@ GROUPS = [
     [{k: v for k, v in DONE.items() if k not in ("throttled", "seconds")}, DONE | {"held_bytes": 0.0}],
     [DONE | {"samples": [1, 2], "law": 0}, DONE | {"samples": [1, 2], "law": False}],
     [DONE | {"seconds": {"median": 1.0}}, DONE | {"tags": {}}],
+    [{k: v for k, v in DONE.items() if k != "throttled"}],
 ]
 
 
