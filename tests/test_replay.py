@@ -30,11 +30,31 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return []
 
 
+class Start:
+    """As `cuda.Starter`, but it only notes what it is given."""
+
+    def __init__(self, started: Started):
+        self.started = started
+
+    def __call__(self, x: int, y: int, z: int, stream: int, values: Any) -> None:
+        self.started.append(((x, y, z), tuple(values)))
+
+    def bound(self, grid: tuple[int, int, int], values: Any) -> Any:
+        return Bound(self, grid, values)
+
+
+class Bound:
+    def __init__(self, start: Start, grid: tuple[int, int, int], values: Any):
+        self.start, self.grid, self.fill = start, grid, values
+
+    def __call__(self, stream: int, values: Any) -> None:
+        self.start(*self.grid, stream, values)
+
+
 def door(started: Started) -> Callable[..., None]:
     """Does what `launch` does if a kernel's parameters are pointers and numbers."""
 
-    def start(x: int, y: int, z: int, stream: int, values: Any) -> None:
-        started.append(((x, y, z), tuple(values)))
+    start = Start(started)
 
     def launch(grid: tuple[int, int, int], *args: Any) -> None:
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
@@ -250,20 +270,13 @@ def same(x: torch.Tensor, w: torch.Tensor | None, fails: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-STARTS: list[tuple[int, int, float]] = []
+STARTS: Started = []
 
 
 @kernel_op("toy_inner(Tensor x, float f) -> Tensor")
 def doubled(x: torch.Tensor, f: float) -> torch.Tensor:
     y = torch.empty_like(x)
-
-    def start(gx: int, gy: int, gz: int, stream: int, values: Any) -> None:
-        STARTS.append(tuple(values))
-
-    watching = recorder()
-    if watching is not None:
-        watching.started(start, (1, 1, 1), (y, x, f), (y.data_ptr(), x.data_ptr(), f))
-    start(1, 1, 1, 0, (y.data_ptr(), x.data_ptr(), f))
+    door(STARTS)((1, 1, 1), y, x, f)
     return y
 
 
@@ -282,7 +295,7 @@ def test_what_another_op_does_is_repeated(started: Started, monkeypatch: pytest.
     for n in range(5):
         x = torch.randn(3, 8)
         y, made = call(x, 7)
-        assert STARTS[-1] == (made.data_ptr(), x.data_ptr() + 32, 2.0)
+        assert STARTS[-1][1] == (made.data_ptr(), x.data_ptr() + 32, 2.0)
         assert started[-1][1] == (y.data_ptr(), made.data_ptr(), 7)
         assert made.shape == (2, 8)
         assert len(runs) == (n + 1 if loose else min(n + 1, 2))

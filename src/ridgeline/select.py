@@ -14,7 +14,7 @@ from ridgeline import codegen, cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
 from ridgeline.op import CHECK, LOADED, OWN, Implementation, Op, RidgelineError, dense_only
-from ridgeline.replay import KINDS, Guarded
+from ridgeline.replay import KINDS, Guarded, Sure
 
 
 @cache
@@ -198,6 +198,8 @@ def by_kind(
     them. The function may use nothing else: it checks values only if they are `readable`.
     others: the annotations of the other arguments, if the function takes any number. The function raises for an
     argument that its annotation does not allow.
+    Findings with a field `sure` have a `replay.Sure` there for calls that pass a guard. The public function may give it
+    to one registered op, if all tensors of that op's call follow from the tensors here.
     plain: also cache calls on a GPU that plain PyTorch serves; its rungs' `supports` may then use the same facts alone.
     """
 
@@ -209,6 +211,8 @@ def by_kind(
 
         def remember(near: Any, found: tuple[Any, ...], *tensors: torch.Tensor | None) -> tuple[Any, ...]:
             fits = codegen.fitting(tuple([t is not None for t in tensors]))
+            if hasattr(found, "sure"):
+                found = found._replace(sure=Sure())  # type: ignore[attr-defined]
             guarded.add(near, tensors, lambda check: (fits, check, found))
             return found
 

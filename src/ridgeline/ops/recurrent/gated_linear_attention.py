@@ -71,7 +71,7 @@ def _look(
     """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("gated_linear_attention", {"q": q, "k": k}, ("v", v), {"g": (g, ("BTH", "BTHK"))}, given)
-    return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5)
+    return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5, g)
 
 
 class Decay(Spec):

@@ -69,7 +69,7 @@ def _look(
     """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("rwkv6", {"r": r, "k": k}, ("v", v), {"w": (w, ("BTHK",)), "u": (u, ("HK",))}, given)
-    return found(OP, impl, given, r, k, v, 1.0)
+    return found(OP, impl, given, r, k, v, 1.0, w, u)
 
 
 class Decay(Spec):
