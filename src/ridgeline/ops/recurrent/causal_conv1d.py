@@ -264,7 +264,7 @@ def causal_conv1d(
     return _finished(y, state, initial_state, return_state, inplace)
 
 
-@by_kind(5, optional=3, strides=True, gradients=True)
+@by_kind(5, optional=3, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, activation: str | None, inplace: bool,
     impl: str | None,

@@ -140,7 +140,7 @@ def ssd(
     return finished(found[0], found[1], whole)
 
 
-@by_kind(10, optional=5, strides=True, gradients=True)
+@by_kind(10, optional=5, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_state: Any, cu_seqlens: Any,
     dt_softplus: bool, return_state: bool, inplace: bool, scale: float | None, impl: str | None,
