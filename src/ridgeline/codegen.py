@@ -64,9 +64,12 @@ its result and starts one kernel, the functions are:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+
+import torch
 
 from ridgeline.cuda import MOVING
 from ridgeline.op import OWN
@@ -283,12 +286,20 @@ def always(*_: Any) -> bool:
     return True
 
 
+def _bytes(kind: tuple[Any, ...]) -> int:
+    """Bytes from the first to the last element of an allocation: (shape, stride, dtype)."""
+    shape, stride, dtype = kind
+    return (sum([(n - 1) * s for n, s in zip(shape, stride, strict=True)]) + 1) * dtype.itemsize if all(shape) else 0
+
+
 class PlanWriter:
     """Writes the function that repeats recorded steps.
 
     given: for each of the known tensors that are arguments, its address modulo 16, or None if it is not there.
     index: of the GPU. kinds: shape, stride and dtype of each allocation after them.
-    names: current, empty, stream, encoded and view."""
+    names: current, empty, stream, encoded, cleared and view."""
+
+    SMALL, APART = 1 << 18, 512  # bytes of temporaries that share one allocation, and between them as in torch's
 
     def __init__(
         self,
@@ -307,6 +318,8 @@ class PlanWriter:
         """results: the numbers of the allocations that the launcher returned. several: whether as a tuple."""
         seen = [s for step in steps for s in (*step.sources, *step.named.values()) if isinstance(s, tuple)]
         used = {s[0] - self.given for s in seen} | set(results)  # not empty tensors
+        clears = [self.clears(step) for step in steps]
+        torchs = [step for step, size in zip(steps, clears, strict=True) if not (step.grid or size)]
         there = [at is not None for at in self.aligned]
         fits = _fits(there)
         self.lines = [f"if not {f'({fits})' if ' and ' in fits else fits}: return missed"]
@@ -315,15 +328,15 @@ class PlanWriter:
         even = [f"p{n}" for n, at in enumerate(self.aligned) if at == 0]
         odd += [f"({' | '.join(even)}) & 15" if len(even) > 1 else f"{even[0]} & 15"] if even else []
         self.lines += [f"if current() != {self.index} or {' or '.join(odd)}: return missed"]
-        self.lines += [
-            f"m{n} = empty({', '.join(map(self.name, kind))}); p{self.given + n} = m{n}.data_ptr()"
-            for n, kind in enumerate(self.kinds)
-            if n in used
-        ]
-        self.lines += [f"s = stream({self.index})"] if any(step.grid for step in steps) else []
-        for step in steps:
+        tensors = [s for step in torchs for s in (*step.sources, *step.named.values()) if type(s) is Seen]
+        self.allocate(used, {s.number - self.given for s in tensors} | set(results))
+        self.lines += [f"s = stream({self.index})"] if any(step.grid for step in steps) or any(clears) else []
+        for step, size in zip(steps, clears, strict=True):
             if step.grid:
                 self.lines.append(self.start(step))
+                continue
+            if size:
+                self.lines.append(f"cleared(p{step.sources[0].number}, {size}, {self.index}, s)")
                 continue
             named = [f"{k}={self.operand(v)}" for k, v in step.named.items()]
             taken = ", ".join([*map(self.operand, step.sources), *named])
@@ -334,6 +347,33 @@ class PlanWriter:
         made: Any = function("plan", ["check", *parameters], self.lines, self.names)
         made.sure = cache(lambda: function("sure", parameters, self.lines[1:], self.names))
         return made
+
+    def allocate(self, used: set[int], whole: set[int]) -> None:
+        """Writes the allocations that are used. Small ones that no torch operation and no caller sees share one."""
+        sizes = [_bytes(kind) for kind in self.kinds]
+        inner = [n for n, size in enumerate(sizes) if n in used - whole and 0 < size <= self.SMALL]
+        places, total = {}, 0
+        for n in inner if len(inner) > 1 else ():
+            places[n] = total
+            total += -(-sizes[n] // self.APART) * self.APART
+        for n, kind in enumerate(self.kinds):
+            if n in used and n not in places:
+                taken = ", ".join(map(self.name, kind))
+                self.lines.append(f"m{n} = empty({taken}); p{self.given + n} = m{n}.data_ptr()")
+        if places:
+            taken = ", ".join(map(self.name, ((total,), (1,), torch.uint8)))
+            parts = [f"p{self.given + n} = w + {at}" for n, at in places.items()]
+            self.lines.append(f"m = empty({taken}); w = m.data_ptr(); {'; '.join(parts)}")
+
+    def clears(self, step: Step) -> int | None:
+        """Returns the bytes of the allocation that a step fills with zeros, or None if it does something else."""
+        if step.function is not torch.Tensor.fill_ or step.named or type(step.sources[0]) is not Seen:
+            return None
+        tensor, value = step.sources
+        kind = self.kinds[tensor.number - self.given] if tensor.number >= self.given else None
+        if kind is None or tensor.shape is not None or type(value) not in (int, float) or str(value) not in ("0", "0.0"):
+            return None
+        return _bytes(kind) if _bytes(kind) == math.prod(kind[0]) * kind[2].itemsize else None
 
     def start(self, step: Step) -> str:
         """Returns the line of a kernel's start, which gives the parameters that differ between calls."""

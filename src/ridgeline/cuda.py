@@ -209,6 +209,24 @@ class Starter:
         return Bound(self, grid, values)
 
 
+def cleared(pointer: int, size: int, index: int, stream: int) -> None:
+    """Fills memory of a GPU with zeros; torch's own way takes the host several times as long."""
+    clear = _clear()
+    code = clear(pointer, 0, size, stream)
+    if code == Starter.INVALID_CONTEXT:
+        ensure_context(index)
+        code = clear(pointer, 0, size, stream)
+    if code:
+        _check(code, f"filling {size} bytes with zeros")
+
+
+@cache
+def _clear() -> Any:
+    clear = driver_library().cuMemsetD8Async
+    clear.argtypes = ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
+    return clear
+
+
 MOVING = object()
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import tuning
 from ridgeline.codegen import Before, Loose, PlanWriter, Seen, Step, front
-from ridgeline.cuda import Arranged, TensorMap, encoded
+from ridgeline.cuda import Arranged, TensorMap, cleared, encoded
 
 
 class Start(Protocol):
@@ -175,6 +175,7 @@ class Recorder(TorchDispatchMode):
             "stream": torch._C._cuda_getCurrentRawStream,
             "current": torch._C._cuda_getDevice,
             "encoded": encoded,
+            "cleared": cleared,
             "view": _view,
         }
         writer = PlanWriter(self.aligned, index, kinds, self.loose, names)
