@@ -56,9 +56,9 @@ its result and starts one kernel, the functions are:
         if not check(t0): return missed
         p0 = t0.data_ptr()
         if current() != 0 or p0 & 15: return missed
-        m0 = empty(n7, n8, n9); p1 = m0.data_ptr()
+        m0 = empty(n8, n9, n10); p1 = m0.data_ptr()
         s = stream(0)
-        n11(s, (p1, p0, n10,))
+        n12(s, (p1, p0, n11,))
         return m0
 """
 

@@ -40,6 +40,17 @@ _OPTIONS = "str activation, float? limit, bool interleaved"
 )
 def _fwd_op(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_T, ...]:
     """Returns y, z (or nothing), and the pairs' order, places and ends of groups."""
+    return _outputs(x, weights, indices, gate_up, *rest)
+
+
+@kernel_op(f"moe_alone({_GIVEN}, {_OPTIONS}, str precision, str? impl) -> Tensor")
+def _alone_op(x: _T, *rest: Any) -> _T:
+    """`moe_fwd`'s y, where no gradient is wanted."""
+    *given, how, impl = rest
+    return _outputs(x, *given, False, how, impl)[0]
+
+
+def _outputs(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_T, ...]:
     *given, keep, how, impl = rest
     n, (E, width, _) = indices.numel(), gate_up.shape
     z = x.new_empty((n, width) if keep else (0, width))
@@ -182,7 +193,7 @@ def moe(
         how = activation, None if limit is None else float(limit), bool(interleaved)
         if scales is not None:
             return _few_op(*tensors, *pairs, *how, precision(), impl, sure)
-        return _fwd_op(*tensors, *how, False, precision(), impl, sure)[0]
+        return _alone_op(*tensors, *how, precision(), impl, sure)
     shape = x.shape
     x, weights, indices = (t.reshape(-1, t.shape[-1]) for t in (x, weights, indices))
     if scales is not None:
@@ -272,7 +283,10 @@ MOE = Op(
     reference=reference,
     cost=cost,
     flops={
-        "moe_few_bits": lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1],
+        **dict.fromkeys(
+            ("moe_alone", "moe_few_bits"),
+            lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1],
+        ),
         "moe_consume": lambda dy, x, weights, indices, w, *_: 6 * indices.numel() * x.shape[1] * w.shape[1],
     },
     cases=CASES,
