@@ -737,9 +737,12 @@ def test_a_guarded_call_takes_its_plan_at_once(started: Started, monkeypatch: py
             watched.append(function)
             return function(*args, **(kwargs or {}))
 
-    with Watch():
-        public(x, w, 1.0)
-    assert torch.ops.ridgeline.toy_sure.default in watched
+    sure = look(x, w, "name")[1]
+    for call in (lambda: public(x, w, 1.0), lambda: op(x, w, 1.0, sure)):
+        watched.clear()
+        with Watch():
+            call()
+        assert torch.ops.ridgeline.toy_sure.default in watched
     missed.clear()
     public(x, w, 1.0)
     assert not missed

@@ -371,7 +371,7 @@ class PlanWriter:
             return None
         tensor, value = step.sources
         kind = self.kinds[tensor.number - self.given] if tensor.number >= self.given else None
-        if kind is None or tensor.shape is not None or type(value) not in (int, float) or str(value) not in ("0", "0.0"):
+        if kind is None or tensor.shape is not None or str(value) not in ("0", "0.0"):
             return None
         return _bytes(kind) if _bytes(kind) == math.prod(kind[0]) * kind[2].itemsize else None
 
