@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import device as devices
 from ridgeline import flops, tuning
-from ridgeline.codegen import Loose, interceptions
+from ridgeline.codegen import Before, Loose, interceptions
 from ridgeline.cuda import (
     SWIZZLES,
     Arranged,
@@ -113,7 +113,7 @@ def repeated(launcher: Callable[..., Any], leading: int, count: int) -> Callable
     """
     seen = "seen = observers or devices.stand_in is not None or tuning.current_listener is not None"
     names = {"observers": _observers, "devices": devices}
-    return Plans(launcher, leading).front(count, ([seen], ["if seen: return launcher({args})"]), names)
+    return Plans(launcher, leading).front(count, Before([seen], ["if seen: return launcher({args})"]), names)
 
 
 def _through(registered: Any, op: str) -> Callable[..., Any]:
@@ -170,6 +170,9 @@ def written(*tensors: torch.Tensor | None) -> None:
     """Tells autograd that a kernel wrote to tensors: what saved them earlier then raises in backward."""
     if not torch.compiler.is_compiling():
         torch._C._increment_version([t for t in tensors if t is not None])  # as autograd.graph.increment_version
+
+
+bumped: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # as `written`, where nothing compiles
 
 
 def _no_tangents(*args: Any) -> None:
