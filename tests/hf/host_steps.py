@@ -8,16 +8,13 @@ instead of repeating their recorded work, and how many functions of Python and o
 import json
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from models import build, tokens
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-# Ops take these as they load.
-torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda index: 7  # type: ignore[attr-defined]
-
-import ridgeline
 from ridgeline import cuda, hf, replay
 
 LAYERS = 4
@@ -25,7 +22,7 @@ ran: list[str] = []
 
 
 def watch() -> None:
-    """Notes each launcher that runs."""
+    """Notes each launcher that runs, of ops that are loaded later."""
     learn = replay.Plans.learn
 
     def noted(self: Any, *args: Any) -> Any:
@@ -33,11 +30,8 @@ def watch() -> None:
         return learn(self, *args)
 
     replay.Plans.learn = noted  # type: ignore[method-assign]
-
-
-watch()
-import host_calls
-from models import build, tokens
+    # Ops take these as they load, too.
+    torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream = lambda: 0, lambda index: 7  # type: ignore[attr-defined]
 
 
 def stepper(name: str, patched: bool) -> Any:
@@ -60,35 +54,37 @@ def stepper(name: str, patched: bool) -> Any:
     return step
 
 
-def emulate() -> None:
-    host_calls.emulate()
-    cuda.encoded = lambda pointer, view: bytes(128)  # type: ignore[assignment]
-
-
 def least(step: Any) -> list[int]:
+    """The least microseconds of a layer's forward and backward."""
     for _ in range(5):
         step()
     parts = zip(*[step() for _ in range(150)], strict=True)
     return [round(min(part) * 1e6 / LAYERS) for part in parts]
 
 
-if __name__ == "__main__":
+def main(names: list[str], timed: bool) -> None:
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # its products of a few rows take longer than all else
-    names = [a for a in sys.argv[1:] if a != "--time"]
-    if "--time" in sys.argv:
-        plain = {name: least(stepper(name, False)) for name in names}
+    watch()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    host_calls = import_module("host_calls")
+    plain = {name: least(stepper(name, False)) for name in names if timed}
     steps = {name: stepper(name, True) for name in names}
-    emulate()
+    host_calls.emulate()
+    cuda.encoded = lambda pointer, view: bytes(128)  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for name, step in steps.items():
-        if "--time" in sys.argv:
+        if timed:
             print(f"{name}: us a layer, forward and backward: {least(step)}, plain {plain[name]}", flush=True)
             continue
         for _ in range(4):
             step()
         ran.clear()
-        count = host_calls.counted(step)
-        found[name] = {"ran": sorted(set(ran)), "calls": [n // LAYERS for n in count]}
+        calls = [n // LAYERS for n in host_calls.counted(step)]
+        found[name] = {"ran": sorted(set(ran)), "calls": calls}
     if found:
         print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main([a for a in sys.argv[1:] if a != "--time"], "--time" in sys.argv)

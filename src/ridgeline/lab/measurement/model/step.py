@@ -72,10 +72,10 @@ VARIANTS = {
     "compile": "torch.compile of the model, with torch's fused AdamW",
     "eager": "the model as transformers makes it, with torch's fused AdamW",
 }
-# AdamW's, beside its rate. The rate of a size lets the loss fall in each of the first steps, but slowly: where it falls
-# to a tenth in a few steps, kernels an ulp apart disagree by more than the tolerance, and the check judges noise. A step
-# changes the logits by about rate times width. Below some 6e-5 it also leaves larger bfloat16 weights where they are, as
-# less than half an ulp is rounded away, so the loss falls with the square of the rate (docs/notes/hf.md).
+# AdamW's, beside its rate. By a size's rate the loss falls in each of the first steps, but slowly: where it falls to a
+# tenth in a few steps, kernels an ulp apart disagree by more than the tolerance, and the check judges noise. A step
+# changes the logits by about rate times width. Below some 6e-5 larger bfloat16 weights stay where they are, as less
+# than half an ulp is rounded away, so the loss falls with the square of the rate (docs/notes/hf.md).
 LEARNING: Row = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 RATES = ((1024, 2e-4), (3072, 2e-5), (1 << 62, 1e-5))  # of a folder's model, up to a width
 
