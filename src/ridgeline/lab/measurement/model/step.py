@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False}
+LLAMA: Row = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
