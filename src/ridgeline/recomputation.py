@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import ridgeline
-from ridgeline.boundary import Function, differentiate
+from ridgeline.boundary import Function, called, differentiate
 from ridgeline.op import get
 from ridgeline.select import eager
 
@@ -135,9 +135,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @cache
 def _again() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    from ridgeline.ops.matmul.gated_linear import again
-
-    return again
+    get("gated_linear")  # registers it
+    return called["gated_linear_again"]
 
 
 def _undo_gate(dy: Tensor, z: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:

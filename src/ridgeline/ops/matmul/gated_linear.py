@@ -63,7 +63,7 @@ def _bwd_op(dy: _T, z: _T, up: _T, activation: str) -> tuple[_T, _T]:
 
 
 @kernel_op("gated_linear_again(Tensor dy, Tensor z, Tensor up, str activation) -> (Tensor, Tensor, Tensor)")
-def again(dy: _T, z: _T, up: _T, activation: str) -> tuple[_T, _T, _T]:
+def _again_op(dy: _T, z: _T, up: _T, activation: str) -> tuple[_T, _T, _T]:
     """Returns dz, dup and y = activation(z) * up itself, for a backward that has not saved y; all are contiguous."""
     dz, dup, y = torch.empty_like(z), torch.empty_like(z), torch.empty_like(z)
     ungate(dz, dup, dy, z, up, activation, y)
