@@ -204,6 +204,21 @@ def test_torch_operations_beside_loose_numbers_are_not_repeated(started: Started
     assert len(runs) == 4
 
 
+def test_questions_about_dtypes_are_no_operations(started: Started) -> None:
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, w.dtype))
+        launch((1, 1, 1), y, x, w)
+        return y
+
+    call, runs = counted(launcher, 2, 2)
+    for _ in range(4):
+        assert call(torch.ones(4).bfloat16(), torch.ones(4)).dtype == torch.float32
+    assert len(runs) == 2
+    assert len(started) == 4
+
+
 def test_new_configurations_are_used(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = door(started)
 

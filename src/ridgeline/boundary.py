@@ -55,6 +55,7 @@ class _Trace(threading.local):
 _trace = _Trace()
 _observers: list[Callable[[Launch], None]] = []
 launchers: dict[str, Callable[..., Any]] = {}  # by the registered op's name, for accounts of what they allocate
+called: dict[str, Callable[..., Any]] = {}  # what `kernel_op` returned, for those who may not import the op's module
 
 
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -102,7 +103,8 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         # A sparse tensor has no pointer and raises on its own: checking only then costs valid calls nothing.
         failed = "dense_only(op, [{tensors}])"
         plans, count = Plans(launcher, leading, loose), len(registered._schema.arguments)
-        return plans.front(count, interceptions(leading), names, failed)
+        called[name] = plans.front(count, interceptions(leading), names, failed)
+        return called[name]
 
     return register
 

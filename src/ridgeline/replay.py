@@ -53,6 +53,7 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster 
     torch.ops.aten.copy_.default: torch.Tensor.copy_,
     torch.ops.aten.fill_.Scalar: torch.Tensor.fill_,
 }
+_OF_DTYPES = frozenset((torch.ops.aten.promote_types.default, torch.ops.aten.result_type.Tensor))
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
 _Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
         elif function in _WRITING and not self.loose:
             named = {k: self.seen(v) for k, v in (kwargs or {}).items()}
             self.steps.append(Step(_WRITING[function], None, [self.seen(a) for a in args], named))
-        elif not function.is_view:
+        elif not (function.is_view or function in _OF_DTYPES):
             self.repeatable = False
         return result
 
