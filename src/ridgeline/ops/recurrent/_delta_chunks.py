@@ -24,6 +24,12 @@ from ridgeline.ops.recurrent._delta import (
     pairs_by_channel,
     pairs_by_token,
 )
+from ridgeline.ops.recurrent._delta_channels import (
+    BlockMasks,
+    half_gradients_by_channel,
+    half_pairs_by_channel,
+    write_block_masks,
+)
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None
@@ -97,6 +103,7 @@ class Plan(NamedTuple):
     tensors: tuple[Any, ...]  # q, k, v, a, b, g and beta
     reads: Reads
     matrices: Matrices
+    masks: BlockMasks | None  # with a gate per channel in half precision
 
 
 def _solver(call: DeltaCall) -> str:
@@ -104,6 +111,24 @@ def _solver(call: DeltaCall) -> str:
     thrice = "ieee" if device.of(call.v).backend == "hip" else "tf32x3"  # AMD's compiler has no tf32x3
     half = {torch.bfloat16: "tf32", torch.float16: thrice}
     return half.get(call.v.dtype, call.precision)
+
+
+def span(dtype: torch.dtype) -> int:
+    """`DeltaForm.SPAN`: bfloat16's range is 2^127 both ways, and rows need their share; float16 has none to spare."""
+    return 60 if dtype == torch.bfloat16 else 0
+
+
+def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
+    C, levels, kind = form.C, form.LEVELS, call.v.dtype
+    signs = torch.bfloat16 if kind == torch.bfloat16 else torch.float32
+    kinds = (torch.float16, 2 * levels + 2), (kind, 3 * levels + 2), (signs, 3 * levels + 4)
+    made = []
+    for shift in (False, True)[: 1 + form.LOW]:
+        masks = [torch.empty((n, C, C), dtype=t, device=call.v.device) for t, n in kinds]
+        facts: dict[str, Any] = {"C": C, "LEVELS": levels, "SHIFT": shift, "num_warps": 4}
+        launch(write_block_masks, (2 * levels + 2,), BlockMasks(*masks, None, None), **facts)
+        made.append(masks)
+    return BlockMasks(*made[0], *((made[1][0], made[1][2]) if form.LOW else (None, None)))
 
 
 def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
@@ -133,6 +158,7 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
     plan = Plan(
         form, tiles, Packing(call.ends, T, HV, chunks, sequences, C, B * T * HV), (chunks, B * HV),
         (-(-V // tiles.chain), sequences * HV), tensors, reads, matrices,
+        block_masks(form, call) if gate == 2 and not form.SINGLE else None,
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
     if tiles.registers is not None:
@@ -140,7 +166,11 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
     if gate == 1:
         launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, plan.packing, **facts)
     else:
-        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, beta, reads, matrices, plan.packing, **facts)
+        kernel, more = pairs_by_channel, ()
+        if plan.masks is not None:
+            kernel, more = half_pairs_by_channel, (plan.masks,)
+            facts["form"] = form._replace(SPAN=span(call.v.dtype))
+        launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, plan.packing, **facts)
     return plan
 
 
@@ -191,10 +221,16 @@ def delta_bwd(
             gradients_by_token, plan.parallel, q, k, g, rows, plan.matrices, states, grads, plan.packing, call.scale,
             **facts,
         )  # fmt: skip
-    else:
+    elif plan.form.SINGLE:
         launch(
             gradients_by_channel, plan.parallel, q, k, v, a, b, g, beta, rows, plan.matrices, states, grads,
             plan.packing, call.scale, **facts,
+        )  # fmt: skip
+    else:
+        facts["form"] = plan.form._replace(SPAN=span(call.v.dtype))
+        launch(
+            half_gradients_by_channel, plan.parallel, q, k, v, a, b, g, rows, plan.matrices, states, grads,
+            plan.masks, plan.packing, call.scale, **facts,
         )  # fmt: skip
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)
