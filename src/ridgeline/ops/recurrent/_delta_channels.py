@@ -28,7 +28,6 @@ from ridgeline.ops.recurrent._delta import (
     _solve,
     _square,
     _store_rows,
-    _through_length,
     _tile,
     find_chunk,
 )
@@ -49,22 +48,20 @@ class BlockMasks(NamedTuple):
 @triton.jit
 def write_block_masks(masks, C: tl.constexpr, LEVELS: tl.constexpr, SHIFT: tl.constexpr):
     """Of blocks of 2^n rows, n up to LEVELS, the gates since the block began, the pairs of its rows with earlier and
-    with later ones, and with which sign the later rows' and the earlier rows' pairs count for a gate; of each level the
-    gates between a row and its edge, the pairs and the sums on a gate's side; of a chunk the gates until it ends, and
-    the rows from a gate on and before it."""
+    with later ones, and with which sign a row's pairs with earlier ones, less those with later ones, count for a gate;
+    of each level the gates between a row and its edge, the pairs and the rows on a gate's side; of a chunk the gates
+    until it ends, and the rows from a gate on and before it."""
     place = tl.program_id(0)
     t, r = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]  # a gate, or a row of a pair; a row
     at, turned, size = t * C + r, r * C + t, C * C
-    before, after = t >= r if SHIFT else t > r, t < r if SHIFT else t <= r
+    after = t < r if SHIFT else t <= r
     if place <= LEVELS:
         same, second = ((t ^ r) >> place) == 0, (((t << 1) >> place) & 1) == 1
         tl.store(masks.gates + place * size + turned, tl.where(same & after, 1.0, 0.0))
         tl.store(masks.pairs + (LEVELS + place) * size + at, tl.where(same & (t > r), 1.0, 0.0))
         tl.store(masks.pairs + (2 * LEVELS + 1 + place) * size + at, tl.where(same & (t < r), 1.0, 0.0))
-        later = tl.where(second, tl.where(after, 1.0, 0.0), tl.where(before, -1.0, 0.0))
-        earlier = tl.where(second, tl.where(t <= r, -1.0, 0.0), tl.where(t > r, 1.0, 0.0))
-        tl.store(masks.signs + (LEVELS + place) * size + at, tl.where(same, later, 0.0))
-        tl.store(masks.signs + (2 * LEVELS + 1 + place) * size + at, tl.where(same, earlier, 0.0))
+        counted = tl.where(second, tl.where(t <= r, 1.0, 0.0), tl.where(t > r, -1.0, 0.0))
+        tl.store(masks.signs + (LEVELS + place) * size + at, tl.where(same, counted, 0.0))
     elif place <= 2 * LEVELS:
         level = place - LEVELS - 1
         chosen = tl.where(crossings(level, C, SHIFT), 1.0, 0.0)
@@ -73,8 +70,8 @@ def write_block_masks(masks, C: tl.constexpr, LEVELS: tl.constexpr, SHIFT: tl.co
         tl.store(masks.pairs + level * size + at, tl.where(joined(level, C), 1.0, 0.0))
     else:
         tl.store(masks.gates + place * size + turned, tl.where(t > r, 1.0, 0.0))
-        tl.store(masks.signs + (3 * LEVELS + 2) * size + at, tl.where(after, 1.0, 0.0))
-        tl.store(masks.signs + (3 * LEVELS + 3) * size + at, tl.where(t > r, 1.0, 0.0))
+        tl.store(masks.signs + (2 * LEVELS + 1) * size + at, tl.where(after, 1.0, 0.0))
+        tl.store(masks.signs + (2 * LEVELS + 2) * size + at, tl.where(t > r, 1.0, 0.0))
 
 
 @triton.jit
@@ -251,8 +248,9 @@ def _add_whole(found, signs, place, x, C: tl.constexpr):
 
 
 @triton.jit
-def _own_weights(places, v, rows, tokens, factor, scale, sign, form: tl.constexpr):
-    """The gradients of a chunk's weights, q with b, a with b, q with k and a with k, beside their mirror images."""
+def _own_weights(places, v, rows, tokens, of_q, of_a, of_b, scale, form: tl.constexpr):
+    """The gradients of a chunk's weights, q with b, a with b, q with k and a with k, beside their mirror images; and of
+    a row of q with its own b and k. of_q, of_a, of_b: what rows are multiplied by."""
     from_do, do_step, from_solved, from_dx, step, from_v = places
     C: tl.constexpr = form.C
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
@@ -274,13 +272,14 @@ def _own_weights(places, v, rows, tokens, factor, scale, sign, form: tl.constexp
             qk_t += tl.dot(tv, tl.trans(tdo))
             ak_t += tl.dot(tv, tl.trans(tdx))
     kind: tl.constexpr = v.data.dtype.element_ty
-    qb = scale * tl.where(i >= j, factor[None, :] * qb, factor[:, None] * qb_t)
-    ab = sign * tl.where(i >= j, factor[None, :] * ab, factor[:, None] * ab_t)
+    qb, ab = of_q[:, None] * of_b[None, :] * qb, of_a[:, None] * of_b[None, :] * ab
     own, other = _diagonal(qb, form), 0.0
-    qk, ak = scale * tl.where(i >= j, qk, qk_t), tl.where(i >= j, ak, ak_t)
     if form.LOW:
-        other = _diagonal(qk, form)
-    return qb.to(kind), ab.to(kind), qk.to(kind), ak.to(kind), own, other
+        other = scale * _diagonal(qk, form)
+    pairs = (tl.where(i > j, qb, 0.0).to(kind), tl.where(i < j, of_b[:, None] * of_q[None, :] * qb_t, 0.0).to(kind),
+             tl.where(i > j, ab, 0.0).to(kind), tl.where(i < j, of_b[:, None] * of_a[None, :] * ab_t, 0.0).to(kind))  # fmt: skip
+    plain = tl.where(i > j, scale * qk, scale * qk_t).to(kind), tl.where(i > j, ak, ak_t).to(kind)
+    return pairs, plain, own, other
 
 
 @triton.jit
@@ -319,8 +318,7 @@ def _delta_at_once(sums, tq, tk, weights, masks, since, n, form: tl.constexpr):
     below, above = mask_at(masks.pairs, LEVELS + n, C), mask_at(masks.pairs, 2 * LEVELS + 1 + n, C)
     of_q, of_a = late * tl.dot(qb * below, ck), late * tl.dot(ab * below, ck)
     of_b = grown * tl.dot(ab * above, rk, tl.dot(qb * above, rq))
-    dg = _add_whole(dg, masks.signs, LEVELS + n, tq * of_q + tk * of_a, C)
-    dg = _add_whole(dg, masks.signs, 2 * LEVELS + 1 + n, tk * of_b, C)
+    dg = _add_whole(dg, masks.signs, LEVELS + n, tq * of_q + tk * (of_a - of_b), C)
     return dq + of_q, dk + of_a + of_b, dg
 
 
@@ -359,9 +357,8 @@ def _low_at_once(sums, tiles, weights, masks, since, early, n, form: tl.constexp
     rq, ra = (tq * late).to(tq.dtype), (ta * early).to(ta.dtype)
     of_b = grown * tl.dot(ab * above, ra, tl.dot(qb * above, rq))
     of_k = grown * tl.dot(ak * above, ra, tl.dot(qk * above, rq))
-    dg = _add_whole(dg, masks.signs, LEVELS + n, tq * of_q, C)
-    dg = _add_whole(dg, masks.early_signs, LEVELS + n, ta * of_a, C)
-    dg = _add_whole(dg, masks.signs, 2 * LEVELS + 1 + n, tb * of_b + tk * of_k, C)
+    seen = ta * of_a  # before the row's own gate
+    dg = _add_whole(dg, masks.signs, LEVELS + n, tq * of_q + seen - tb * of_b - tk * of_k, C) - seen
     return dq + of_q, dk + of_k, da + of_a, db + of_b, dg
 
 
@@ -401,26 +398,64 @@ def _gate_tile(gate, packing, n, h, start, rows, depth, tokens, form: tl.constex
 
 
 @triton.jit
-def _delta_slice(tiles, gates, pieces, weights, masks, factor, scale, whole, full, WIDE: tl.constexpr,
+def _delta_whole(tiles, since, pieces, weights, masks, factors, whole, form: tl.constexpr):
+    """`_delta_slice` for a chunk whose rows all meet in one product."""
+    tq, tk = tiles
+    dq, da, db, _dk, held = pieces
+    of_q, of_a, of_b = factors
+    qb, qb_t, ab, ab_t = weights
+    C: tl.constexpr = form.C
+    LEVELS: tl.constexpr = form.LEVELS
+    late, grown = tl.exp2(since), tl.exp2(-since)
+    rq, rk, ck = tq * late, tk * late, tk * grown
+    dq, da, db = of_q[:, None] * dq, of_a[:, None] * da, of_b[:, None] * whole[None, :] * db
+    dg = _add(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, rq * dq + rk * da, C)
+    dg = _add(dg, masks.signs, 2 * LEVELS + 2, ck * db, C) + (whole * held)[None, :]
+    low_q, low_k, low_c = rq.to(tq.dtype), rk.to(tk.dtype), ck.to(tk.dtype)
+    pair_q, pair_a, pair_b = tl.dot(qb, low_c), tl.dot(ab, low_c), tl.dot(ab_t, low_k, tl.dot(qb_t, low_q))
+    dg = _add_whole(dg, masks.signs, 2 * LEVELS, rq * pair_q + rk * pair_a - ck * pair_b, C)
+    return late * (dq + pair_q), late * (da + pair_a) + grown * (db + pair_b), dg
+
+
+@triton.jit
+def _delta_parts(tiles, gates, since, n, pieces, weights, masks, factors, whole, WIDE: tl.constexpr,
                  form: tl.constexpr):  # fmt: skip
-    """Some channels' gradients of q, k and the gate. pieces: of `_by_states`; full: a chunk of all its rows."""
+    """`_delta_slice` for a chunk whose rows meet in blocks of 2^n rows."""
     tq, tk = tiles
     high, low = gates
     dq, da, db, _dk, held = pieces
+    of_q, of_a, of_b = factors
+    qb, qb_t, ab, ab_t = weights
     C: tl.constexpr = form.C
     LEVELS: tl.constexpr = form.LEVELS
-    since = _halvings(masks.gates, LEVELS, high, low, WIDE, C)
-    late = tl.exp2(since)
-    dq, da = scale * late * dq, -late * da
-    dg = _add(tl.zeros_like(dq), masks.signs, 3 * LEVELS + 2, tq * dq + tk * da, C)
-    db *= factor[:, None] * tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
-    dg = _add(dg, masks.signs, 3 * LEVELS + 3, tk * db, C) + (whole * held)[None, :]
-    sums, low_level = (dq, da + db, dg), 0
+    late = tl.exp2(_halvings(masks.gates, LEVELS, high, low, WIDE, C))
+    dq, da = of_q[:, None] * late * dq, of_a[:, None] * late * da
+    dg = _add(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, tq * dq + tk * da, C)
+    db *= of_b[:, None] * tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
+    dg = _add(dg, masks.signs, 2 * LEVELS + 2, tk * db, C) + (whole * held)[None, :]
+    sums, both = (dq, da + db, dg), (qb + qb_t, ab + ab_t)
     if form.SPAN > 0:
-        most = tl.where(full, LEVELS, 0)
-        low_level, since = _blocks(masks, since, high, low, most, WIDE, form)
-        sums = _delta_at_once(sums, tq, tk, weights, masks, since, low_level, form)
-    return _delta_by_level(sums, tq, tk, weights, masks, high, low, low_level, WIDE, form)
+        sums = _delta_at_once(sums, tq, tk, both, masks, since, n, form)
+    return _delta_by_level(sums, tq, tk, both, masks, high, low, n, WIDE, form)
+
+
+@triton.jit
+def _delta_slice(tiles, gates, pieces, weights, masks, factors, whole, full, WIDE: tl.constexpr, form: tl.constexpr):
+    """Some channels' gradients of q, k and the gate. pieces: of `_by_states`; full: a chunk of all its rows."""
+    high, low = gates
+    LEVELS: tl.constexpr = form.LEVELS
+    if form.SPAN > 0:
+        since = _halvings(masks.gates, LEVELS, high, low, WIDE, form.C)
+        n, since = _blocks(masks, since, high, low, tl.where(full, LEVELS, 0), WIDE, form)
+        if n == LEVELS:
+            dq, dk, dg = _delta_whole(tiles, since, pieces, weights, masks, factors, whole, form)
+        else:
+            dq, dk, dg = _delta_parts(
+                tiles, gates, since, n, pieces, weights, masks, factors, whole, WIDE, form
+            )  # fmt: skip
+    else:
+        dq, dk, dg = _delta_parts(tiles, gates, 0.0, 0, pieces, weights, masks, factors, whole, WIDE, form)
+    return dq, dk, dg
 
 
 @triton.jit
@@ -434,11 +469,11 @@ def _low_slice(tiles, gates, pieces, weights, masks, scale, whole, full, WIDE: t
     since = _halvings(masks.gates, LEVELS, high, low, WIDE, C)
     early = _halvings(masks.early_gates, LEVELS, high, low, WIDE, C)
     dq, da = scale * tl.exp2(since) * dq, tl.exp2(early) * da
-    dg = _add(tl.zeros_like(dq), masks.signs, 3 * LEVELS + 2, tq * dq, C)
-    dg = _add(dg, masks.early_signs, 3 * LEVELS + 2, ta * da, C)  # a row's own gate follows its read
+    dg = _add(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, tq * dq, C)
+    dg = _add(dg, masks.early_signs, 2 * LEVELS + 1, ta * da, C)  # a row's own gate follows its read
     until = tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
     db, dk = until * db, until * dk
-    dg = _add(dg, masks.signs, 3 * LEVELS + 3, tb * db + tk * dk, C) + (whole * held)[None, :]
+    dg = _add(dg, masks.signs, 2 * LEVELS + 2, tb * db + tk * dk, C) + (whole * held)[None, :]
     sums, low_level = (dq, dk, da, db, dg), 0
     if form.SPAN > 0:
         most = tl.where(full, LEVELS, 0)
@@ -446,6 +481,17 @@ def _low_slice(tiles, gates, pieces, weights, masks, scale, whole, full, WIDE: t
         early = tl.where(low_level > 0, _halvings(masks.early_gates, low_level, high, low, WIDE, C), 0.0)
         sums = _low_at_once(sums, tiles, weights, masks, since, early, low_level, form)
     return _low_by_level(sums, tiles, weights, masks, high, low, low_level, WIDE, form)
+
+
+@triton.jit
+def _through_length(x, product, grad, packing, n, h, start, rows, tokens, form: tl.constexpr):
+    """Turns the gradient of rows whose lengths are constants, already written, into that of the rows."""
+    place, found = find_head(x, n, h, packing.ends, start), _own_rows(grad, packing, n, h, start, form.K)
+    for part in range((form.K + form.BS - 1) // form.BS):
+        depth = part * form.BS + tl.arange(0, form.BS)
+        tile = tile_at(place, x.token, rows, depth, tokens, form.K)
+        whole = tile_at(found, packing.heads * form.K, rows, depth, tokens, form.K) - tile * product[:, None]
+        _store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
 
 
 @triton.jit
@@ -460,29 +506,29 @@ def half_gradients_by_channel(
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    factor, sign, from_v = tl.full([C], 1.0, tl.float32), 1.0, find_head(v, n, h, packing.ends, start)
-    from_dx = _own_rows(grads.v, packing, n, h, start, form.V)
+    from_v, from_dx = find_head(v, n, h, packing.ends, start), _own_rows(grads.v, packing, n, h, start, form.V)
+    shrink_q = tl.full([C], 1.0, tl.float32)
+    shrink_k = shrink_q
+    if form.NORMALIZE:
+        place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
+        shrink_q, shrink_k = tl.load(place), tl.load(place + C)
+    of_q, of_a, of_b = scale * shrink_q, shrink_k, shrink_k
     if form.LOW:
         from_dx = _own_rows(states.turned, packing, n, h, start, form.V)
     else:
-        sign, factor = -1.0, tl.load(matrices.decays + spot * (4 * C) + 3 * C + tl.arange(0, C))
+        of_a, of_b = -shrink_k, shrink_k * tl.load(matrices.decays + spot * (4 * C) + 3 * C + tl.arange(0, C))
     from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
     from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
     places = from_do, do.token, from_solved, from_dx, step, from_v
-    qb, ab, qk, ak, own, other = _own_weights(places, v, rows, tokens, factor, scale, sign, form)
-    of_q, of_k = factor, factor
-    if form.NORMALIZE:
-        place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
-        of_q, of_k = tl.load(place), tl.load(place + C)
+    pairs, plain, own, other = _own_weights(places, v, rows, tokens, of_q, of_a, of_b, scale, form)
     WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     full = first + C <= tokens
     product_q, product_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for part in range((form.K + form.BS - 1) // form.BS):
-        depth = part * form.BS + tl.arange(0, form.BS)
+        none = tl.minimum(16 * packing.heads - part, 0)  # 0 that keeps the compiler from holding all places
+        rows, depth = first + none + tl.arange(0, C), part * form.BS + tl.arange(0, form.BS)
         tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
         tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
-        if form.NORMALIZE:
-            tq, tk = (tq * of_q[:, None]).to(tq.dtype), (tk * of_k[:, None]).to(tk.dtype)
         gates = _gate_tile(gate, packing, n, h, start, rows, depth, tokens, form)
         whole = tl.load(matrices.whole + spot * form.K + depth, mask=depth < form.K, other=0.0)
         pieces = _by_states(places, v, states, spot * (form.K * form.V), rows, depth, tokens, form)
@@ -490,7 +536,7 @@ def half_gradients_by_channel(
             ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
             tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
             dq, dk, da, db, dg = _low_slice(
-                (tq, tk, ta, tb), gates, pieces, (qb, ab, qk, ak), masks, scale, whole, full, WIDE, form
+                (tq, tk, ta, tb), gates, pieces, (pairs[0] + pairs[1], pairs[2] + pairs[3], plain[0], plain[1]), masks, scale, whole, full, WIDE, form
             )  # fmt: skip
             dq += own * tb + other * tk
             dk += other * tq
@@ -498,7 +544,7 @@ def half_gradients_by_channel(
             _store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db + own * tq, form.K)
         else:
             dq, dk, dg = _delta_slice(
-                (tq, tk), gates, pieces, (qb, ab), masks, factor, scale, whole, full, WIDE, form
+                (tq, tk), gates, pieces, pairs, masks, (of_q, of_a, of_b), whole, full, WIDE, form
             )  # fmt: skip
             dq += own * tk
             dk += own * tq
@@ -510,5 +556,6 @@ def half_gradients_by_channel(
             product_k += tl.sum(tk * dk, 1)
     if form.NORMALIZE:
         tl.debug_barrier()
-        _through_length(q, of_q, product_q, grads.q, packing, n, h, start, rows, tokens, form)
-        _through_length(k, of_k, product_k, grads.k, packing, n, h, start, rows, tokens, form)
+        shrink_q, shrink_k = shrink_q * shrink_q * product_q, shrink_k * shrink_k * product_k
+        _through_length(q, shrink_q, grads.q, packing, n, h, start, rows, tokens, form)
+        _through_length(k, shrink_k, grads.k, packing, n, h, start, rows, tokens, form)

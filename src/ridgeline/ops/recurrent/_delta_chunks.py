@@ -121,7 +121,7 @@ def span(dtype: torch.dtype) -> int:
 def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
     C, levels, kind = form.C, form.LEVELS, call.v.dtype
     signs = torch.bfloat16 if kind == torch.bfloat16 else torch.float32
-    kinds = (torch.float16, 2 * levels + 2), (kind, 3 * levels + 2), (signs, 3 * levels + 4)
+    kinds = (torch.float16, 2 * levels + 2), (kind, 3 * levels + 2), (signs, 2 * levels + 3)
     made = []
     for shift in (False, True)[: 1 + form.LOW]:
         masks = [torch.empty((n, C, C), dtype=t, device=call.v.device) for t, n in kinds]
@@ -228,6 +228,8 @@ def delta_bwd(
         )  # fmt: skip
     else:
         facts["form"] = plan.form._replace(SPAN=span(call.v.dtype))
+        if device.of(call.v).capability == 90:
+            facts["assembler"] = "newer"
         launch(
             half_gradients_by_channel, plan.parallel, q, k, v, a, b, g, rows, plan.matrices, states, grads,
             plan.masks, plan.packing, call.scale, **facts,
