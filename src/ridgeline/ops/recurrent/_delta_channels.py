@@ -276,8 +276,9 @@ def _own_weights(places, v, rows, tokens, of_q, of_a, of_b, scale, form: tl.cons
     own, other = _diagonal(qb, form), 0.0
     if form.LOW:
         other = scale * _diagonal(qk, form)
-    pairs = (tl.where(i > j, qb, 0.0).to(kind), tl.where(i < j, of_b[:, None] * of_q[None, :] * qb_t, 0.0).to(kind),
-             tl.where(i > j, ab, 0.0).to(kind), tl.where(i < j, of_b[:, None] * of_a[None, :] * ab_t, 0.0).to(kind))  # fmt: skip
+    qb, qb_t = tl.where(i > j, qb, 0.0), tl.where(i < j, of_b[:, None] * of_q[None, :] * qb_t, 0.0)
+    ab, ab_t = tl.where(i > j, ab, 0.0), tl.where(i < j, of_b[:, None] * of_a[None, :] * ab_t, 0.0)
+    pairs = qb.to(kind), qb_t.to(kind), ab.to(kind), ab_t.to(kind)
     plain = tl.where(i > j, scale * qk, scale * qk_t).to(kind), tl.where(i > j, ak, ak_t).to(kind)
     return pairs, plain, own, other
 
@@ -535,8 +536,9 @@ def half_gradients_by_channel(
         if form.LOW:
             ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
             tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
+            weights = pairs[0] + pairs[1], pairs[2] + pairs[3], plain[0], plain[1]
             dq, dk, da, db, dg = _low_slice(
-                (tq, tk, ta, tb), gates, pieces, (pairs[0] + pairs[1], pairs[2] + pairs[3], plain[0], plain[1]), masks, scale, whole, full, WIDE, form
+                (tq, tk, ta, tb), gates, pieces, weights, masks, scale, whole, full, WIDE, form
             )  # fmt: skip
             dq += own * tb + other * tk
             dk += other * tq
