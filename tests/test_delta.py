@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import ridgeline
+import test_gates
 from ridgeline.op import RidgelineError
+from ridgeline.ops.recurrent import _delta_chunks
 from test_recurrent import close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
@@ -130,3 +132,56 @@ def test_more_sequences_than_a_grid_has(device: str) -> None:
     q, beta = torch.zeros(65536, 2, 1, 16, device=device), torch.zeros(65536, 2, 1, device=device)
     with pytest.raises(RidgelineError, match="at most 65535 sequences times heads, got 65536 times 1"):
         ridgeline.gated_delta_rule(q, q, q, beta, beta, impl="triton")
+
+
+@pytest.mark.parametrize("kind", ["channel", "rwkv7"])
+@pytest.mark.parametrize("low", [-0.15, -3.0])
+def test_rows_that_meet_in_one_product(kind: str, low: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16's form, in float16 with as many halvings as that has room for: with weak gates whole chunks, the last
+    one by levels, with strong ones blocks of few rows beside levels."""
+    function, args, given = inputs(kind, 1, 70, device, low)
+    args, state = [a.half() for a in args], first_state(1, device)
+    monkeypatch.setattr(_delta_chunks, "span", lambda dtype: 6)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 2e-3)
+
+
+@pytest.mark.parametrize("kind", ["channel", "rwkv7"])
+@pytest.mark.parametrize("span", [0, 6])
+def test_what_comes_later_changes_nothing(kind: str, span: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers in later rows of a chunk, and weaker gates there, change no bit of an earlier output."""
+    function, args, given = inputs(kind, 1, 37, device, -0.15)
+    args = [a.half() for a in args]
+    monkeypatch.setattr(_delta_chunks, "span", lambda dtype: span)
+    expected = function(*args, impl="triton", **given)
+    gate = 1 if kind == "rwkv7" else 3
+    for n, arg in enumerate(args):
+        arg[:, 20:] *= 0.5 if n == gate else -1.5
+    found = function(*args, impl="triton", **given)
+    assert torch.equal(found[:, :20], expected[:, :20])
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["delta, per channel", "rwkv7"])
+@pytest.mark.parametrize("low", [-0.3, -1.0, -5.0, -60.0])
+def test_gates_of_all_strengths_in_bfloat16(kind: str, low: float, device: str) -> None:
+    """Whole chunks that meet in one product, blocks of 32 to 8 rows, and levels alone, with tokens left over."""
+    name, specs, given = test_gates.long(kind, 300)
+    dice = torch.Generator(device).manual_seed(3)
+    args = [s.make(torch.bfloat16, device, dice) for s in specs]
+    at = 1 if kind == "rwkv7" else 3
+    keep = torch.rand(args[at].shape, device=device, generator=dice) < (0.6 if low < -5 else 0.0)
+    made = low * torch.rand(args[at].shape, device=device, generator=dice)
+    args[at] = torch.where(keep, made / 600, made).bfloat16().requires_grad_()
+    function = getattr(ridgeline, name)
+
+    def run(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [a.detach().to(dtype).requires_grad_() for a in args]
+        o = function(*leaves, impl=impl, **given)
+        incoming = torch.randn(o.shape, device=device, generator=torch.Generator(device).manual_seed(1)).bfloat16()
+        return [o.detach(), *torch.autograd.grad(o, leaves, incoming.to(dtype))]
+
+    for n, (one, other) in enumerate(zip(run("triton", torch.bfloat16), run("naive", torch.float64), strict=True)):
+        assert one.isfinite().all(), n
+        error = (one.double() - other).norm() / other.norm()
+        assert error < 0.012, f"result {n} is off by {error:.2e}"

@@ -317,10 +317,10 @@ def _delta_at_once(sums, tq, tk, weights, masks, since, n, form: tl.constexpr):
     late, grown = tl.exp2(since), tl.exp2(-since)
     rq, rk, ck = (tq * late).to(tq.dtype), (tk * late).to(tk.dtype), (tk * grown).to(tk.dtype)
     below, above = mask_at(masks.pairs, LEVELS + n, C), mask_at(masks.pairs, 2 * LEVELS + 1 + n, C)
-    of_q, of_a = late * tl.dot(qb * below, ck), late * tl.dot(ab * below, ck)
-    of_b = grown * tl.dot(ab * above, rk, tl.dot(qb * above, rq))
-    dg = _add_whole(dg, masks.signs, LEVELS + n, tq * of_q + tk * (of_a - of_b), C)
-    return dq + of_q, dk + of_a + of_b, dg
+    of_q, of_a = tl.dot(qb * below, ck), tl.dot(ab * below, ck)
+    of_b = tl.dot(ab * above, rk, tl.dot(qb * above, rq))
+    dg = _add_whole(dg, masks.signs, LEVELS + n, rq * of_q + rk * of_a - ck * of_b, C)
+    return dq + late * of_q, dk + late * of_a + grown * of_b, dg
 
 
 @triton.jit
@@ -353,14 +353,14 @@ def _low_at_once(sums, tiles, weights, masks, since, early, n, form: tl.constexp
     late, grown, early = tl.exp2(since), tl.exp2(-since), tl.exp2(early)
     below, above = mask_at(masks.pairs, LEVELS + n, C), mask_at(masks.pairs, 2 * LEVELS + 1 + n, C)
     ck, cb = (tk * grown).to(tk.dtype), (tb * grown).to(tb.dtype)
-    of_q = late * tl.dot(qb * below, cb, tl.dot(qk * below, ck))
-    of_a = early * tl.dot(ab * below, cb, tl.dot(ak * below, ck))
     rq, ra = (tq * late).to(tq.dtype), (ta * early).to(ta.dtype)
-    of_b = grown * tl.dot(ab * above, ra, tl.dot(qb * above, rq))
-    of_k = grown * tl.dot(ak * above, ra, tl.dot(qk * above, rq))
-    seen = ta * of_a  # before the row's own gate
-    dg = _add_whole(dg, masks.signs, LEVELS + n, tq * of_q + seen - tb * of_b - tk * of_k, C) - seen
-    return dq + of_q, dk + of_k, da + of_a, db + of_b, dg
+    of_q = tl.dot(qb * below, cb, tl.dot(qk * below, ck))
+    of_a = tl.dot(ab * below, cb, tl.dot(ak * below, ck))
+    of_b = tl.dot(ab * above, ra, tl.dot(qb * above, rq))
+    of_k = tl.dot(ak * above, ra, tl.dot(qk * above, rq))
+    seen = ra * of_a  # before the row's own gate
+    dg = _add_whole(dg, masks.signs, LEVELS + n, rq * of_q + seen - cb * of_b - ck * of_k, C) - seen
+    return dq + late * of_q, dk + grown * of_k, da + early * of_a, db + grown * of_b, dg
 
 
 @triton.jit
@@ -414,7 +414,7 @@ def _delta_whole(tiles, since, pieces, weights, masks, factors, whole, form: tl.
     dg = _add(dg, masks.signs, 2 * LEVELS + 2, ck * db, C) + (whole * held)[None, :]
     low_q, low_k, low_c = rq.to(tq.dtype), rk.to(tk.dtype), ck.to(tk.dtype)
     pair_q, pair_a, pair_b = tl.dot(qb, low_c), tl.dot(ab, low_c), tl.dot(ab_t, low_k, tl.dot(qb_t, low_q))
-    dg = _add_whole(dg, masks.signs, 2 * LEVELS, rq * pair_q + rk * pair_a - ck * pair_b, C)
+    dg = _add_whole(dg, masks.signs, 2 * LEVELS, low_q * pair_q + low_k * pair_a - low_c * pair_b, C)
     return late * (dq + pair_q), late * (da + pair_a) + grown * (db + pair_b), dg
 
 

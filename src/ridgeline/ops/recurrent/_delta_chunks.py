@@ -118,6 +118,13 @@ def span(dtype: torch.dtype) -> int:
     return 60 if dtype == torch.bfloat16 else 0
 
 
+def half_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any]:
+    """What the kernels of `_delta_channels.py` are compiled with: their form, and on Hopper Triton's newer assembler,
+    since the other one has miscompiled such a kernel with 4 warps (docs/compiler.md)."""
+    facts: dict[str, Any] = {"form": form._replace(SPAN=span(call.v.dtype))}
+    return facts | ({"assembler": "newer"} if device.of(call.v).capability == 90 else {})
+
+
 def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
     C, levels, kind = form.C, form.LEVELS, call.v.dtype
     signs = torch.bfloat16 if kind == torch.bfloat16 else torch.float32
@@ -169,7 +176,7 @@ def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
         kernel, more = pairs_by_channel, ()
         if plan.masks is not None:
             kernel, more = half_pairs_by_channel, (plan.masks,)
-            facts["form"] = form._replace(SPAN=span(call.v.dtype))
+            facts |= half_facts(form, call)
         launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, plan.packing, **facts)
     return plan
 
@@ -227,9 +234,7 @@ def delta_bwd(
             plan.packing, call.scale, **facts,
         )  # fmt: skip
     else:
-        facts["form"] = plan.form._replace(SPAN=span(call.v.dtype))
-        if device.of(call.v).capability == 90:
-            facts["assembler"] = "newer"
+        facts |= half_facts(plan.form, call)
         launch(
             half_gradients_by_channel, plan.parallel, q, k, v, a, b, g, rows, plan.matrices, states, grads,
             plan.masks, plan.packing, call.scale, **facts,
