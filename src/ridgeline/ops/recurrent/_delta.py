@@ -904,3 +904,17 @@ def gradients_by_channel(
         tl.debug_barrier()
         _through_length(q, of_q, product_q, grads.q, packing, n, h, start, rows, tokens, form)
         _through_length(k, of_k, product_k, grads.k, packing, n, h, start, rows, tokens, form)
+
+
+# What `_delta_channels.py` takes of this file.
+beta_of = _beta
+diagonal_of = _diagonal
+heads_of = _heads
+keep_decays = _keep_decays
+keep_lengths = _keep_lengths
+own_rows = _own_rows
+rows_of = _rows
+solve = _solve
+square_of = _square
+store_rows = _store_rows
+tile_of = _tile

@@ -18,18 +18,18 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.recurrent._delta import (
-    _beta,
-    _diagonal,
-    _heads,
-    _keep_decays,
-    _keep_lengths,
-    _own_rows,
-    _rows,
-    _solve,
-    _square,
-    _store_rows,
-    _tile,
+    beta_of,
+    diagonal_of,
     find_chunk,
+    heads_of,
+    keep_decays,
+    keep_lengths,
+    own_rows,
+    rows_of,
+    solve,
+    square_of,
+    store_rows,
+    tile_of,
 )
 from ridgeline.ops.recurrent._levels import crossings, joined, mask_at, right_rows, split_gates
 from ridgeline.ops.recurrent._scan import find_head, tile_at
@@ -163,33 +163,33 @@ def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packin
     row = tl.arange(0, C)
     rows = first + row
     i, j = row[:, None], row[None, :]
-    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    from_q, from_k, from_a, from_b, from_g, from_beta = heads_of(q, k, a, b, gate, beta, packing, n, h, start, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k, own, other = ab, ab, ab, of_q, of_q, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
-        tq = _tile(q, from_q, rows, depth, tokens, form.K, form.BK)
-        tk = _tile(k, from_k, rows, depth, tokens, form.K, form.BK)
+        tq = tile_of(q, from_q, rows, depth, tokens, form.K, form.BK)
+        tk = tile_of(k, from_k, rows, depth, tokens, form.K, form.BK)
         ta, tb = tk, tk
         if form.LOW:
-            ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
-            tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
-        high, low = split_gates(_tile(gate, from_g, rows, depth, tokens, form.K, form.BK))
+            ta = tile_of(a, from_a, rows, depth, tokens, form.K, form.BK)
+            tb = tile_of(b, from_b, rows, depth, tokens, form.K, form.BK)
+        high, low = split_gates(tile_of(gate, from_g, rows, depth, tokens, form.K, form.BK))
         since = _halvings(masks.gates, LEVELS, high, low, WIDE, C)
         late, early = tl.exp2(since), since
         if form.LOW:
             early = _halvings(masks.early_gates, LEVELS, high, low, WIDE, C)
-        _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
+        store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
         of_a = tl.exp2(early) if form.LOW else late
-        _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * of_a, form.K)
+        store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * of_a, form.K)
         whole = matrices.whole + spot * form.K + depth[None, :] + 0 * i
         tl.store(whole, late, mask=(i == C - 1) & (depth < form.K)[None, :])
         after = tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
-        _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
+        store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
         if form.LOW:
-            _store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
+            store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
         sums, least = (ab, qb, ak, qk), 0
         if form.SPAN > 0:
             least, since = _blocks(masks, since, high, low, tl.full([], LEVELS, tl.int32), WIDE, form)
@@ -211,17 +211,17 @@ def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packin
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
         own *= of_q * of_k
-        _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
-    at = spot * (C * C) + _square(form)
+        keep_lengths(matrices.lengths, spot, of_q, of_k, form)
+    at = spot * (C * C) + square_of(form)
     tl.store(matrices.pair + at, tl.where(i > j, qb, tl.where(i == j, own[:, None], 0.0)))
     factor = tl.full([C], -1.0, tl.float32)
     if form.LOW:
         tl.store(matrices.read + at, tl.where(i > j, ak, 0.0))
         tl.store(matrices.plain + at, tl.where(i > j, qk, tl.where(i == j, other[:, None], 0.0)))
     else:
-        factor = _beta(beta, from_beta, rows, tokens, form)
-        _keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
-    tl.store(matrices.solve + at, _solve(tl.where(i > j, ab, 0.0), factor, matrices.solve.dtype.element_ty, form))
+        factor = beta_of(beta, from_beta, rows, tokens, form)
+        keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
+    tl.store(matrices.solve + at, solve(tl.where(i > j, ab, 0.0), factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
@@ -273,9 +273,9 @@ def _own_weights(places, v, rows, tokens, of_q, of_a, of_b, scale, form: tl.cons
             ak_t += tl.dot(tv, tl.trans(tdx))
     kind: tl.constexpr = v.data.dtype.element_ty
     qb, ab = of_q[:, None] * of_b[None, :] * qb, of_a[:, None] * of_b[None, :] * ab
-    own, other = _diagonal(qb, form), 0.0
+    own, other = diagonal_of(qb, form), 0.0
     if form.LOW:
-        other = scale * _diagonal(qk, form)
+        other = scale * diagonal_of(qk, form)
     qb, qb_t = tl.where(i > j, qb, 0.0), tl.where(i < j, of_b[:, None] * of_q[None, :] * qb_t, 0.0)
     ab, ab_t = tl.where(i > j, ab, 0.0), tl.where(i < j, of_b[:, None] * of_a[None, :] * ab_t, 0.0)
     pairs = qb.to(kind), qb_t.to(kind), ab.to(kind), ab_t.to(kind)
@@ -487,12 +487,12 @@ def _low_slice(tiles, gates, pieces, weights, masks, scale, whole, full, WIDE: t
 @triton.jit
 def _through_length(x, product, grad, packing, n, h, start, rows, tokens, form: tl.constexpr):
     """Turns the gradient of rows whose lengths are constants, already written, into that of the rows."""
-    place, found = find_head(x, n, h, packing.ends, start), _own_rows(grad, packing, n, h, start, form.K)
+    place, found = find_head(x, n, h, packing.ends, start), own_rows(grad, packing, n, h, start, form.K)
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
         tile = tile_at(place, x.token, rows, depth, tokens, form.K)
         whole = tile_at(found, packing.heads * form.K, rows, depth, tokens, form.K) - tile * product[:, None]
-        _store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
+        store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
 
 
 @triton.jit
@@ -507,7 +507,7 @@ def half_gradients_by_channel(
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    from_v, from_dx = find_head(v, n, h, packing.ends, start), _own_rows(grads.v, packing, n, h, start, form.V)
+    from_v, from_dx = find_head(v, n, h, packing.ends, start), own_rows(grads.v, packing, n, h, start, form.V)
     shrink_q = tl.full([C], 1.0, tl.float32)
     shrink_k = shrink_q
     if form.NORMALIZE:
@@ -515,10 +515,10 @@ def half_gradients_by_channel(
         shrink_q, shrink_k = tl.load(place), tl.load(place + C)
     of_q, of_a, of_b = scale * shrink_q, shrink_k, shrink_k
     if form.LOW:
-        from_dx = _own_rows(states.turned, packing, n, h, start, form.V)
+        from_dx = own_rows(states.turned, packing, n, h, start, form.V)
     else:
         of_a, of_b = -shrink_k, shrink_k * tl.load(matrices.decays + spot * (4 * C) + 3 * C + tl.arange(0, C))
-    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+    from_solved = own_rows(states.solved, packing, n, h, start, form.V)
     from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
     places = from_do, do.token, from_solved, from_dx, step, from_v
     pairs, plain, own, other = _own_weights(places, v, rows, tokens, of_q, of_a, of_b, scale, form)
@@ -528,31 +528,31 @@ def half_gradients_by_channel(
     for part in range((form.K + form.BS - 1) // form.BS):
         none = tl.minimum(16 * packing.heads - part, 0)  # 0 that keeps the compiler from holding all places
         rows, depth = first + none + tl.arange(0, C), part * form.BS + tl.arange(0, form.BS)
-        tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
-        tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
+        tq = rows_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
+        tk = rows_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
         gates = _gate_tile(gate, packing, n, h, start, rows, depth, tokens, form)
         whole = tl.load(matrices.whole + spot * form.K + depth, mask=depth < form.K, other=0.0)
         pieces = _by_states(places, v, states, spot * (form.K * form.V), rows, depth, tokens, form)
         if form.LOW:
-            ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
-            tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
+            ta = rows_of(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
+            tb = rows_of(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
             weights = pairs[0] + pairs[1], pairs[2] + pairs[3], plain[0], plain[1]
             dq, dk, da, db, dg = _low_slice(
                 (tq, tk, ta, tb), gates, pieces, weights, masks, scale, whole, full, WIDE, form
             )  # fmt: skip
             dq += own * tb + other * tk
             dk += other * tq
-            _store_rows(grads.a, packing, n, h, start, rows, depth, tokens, da, form.K)
-            _store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db + own * tq, form.K)
+            store_rows(grads.a, packing, n, h, start, rows, depth, tokens, da, form.K)
+            store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db + own * tq, form.K)
         else:
             dq, dk, dg = _delta_slice(
                 (tq, tk), gates, pieces, pairs, masks, (of_q, of_a, of_b), whole, full, WIDE, form
             )  # fmt: skip
             dq += own * tk
             dk += own * tq
-        _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
-        _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
-        _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+        store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
+        store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+        store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
         if form.NORMALIZE:
             product_q += tl.sum(tq * dq, 1)
             product_k += tl.sum(tk * dk, 1)

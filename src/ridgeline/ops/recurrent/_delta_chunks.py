@@ -129,13 +129,14 @@ def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
     C, levels, kind = form.C, form.LEVELS, call.v.dtype
     signs = torch.bfloat16 if kind == torch.bfloat16 else torch.float32
     kinds = (torch.float16, 2 * levels + 2), (kind, 3 * levels + 2), (signs, 2 * levels + 3)
-    made = []
+    made: list[Any] = []
     for shift in (False, True)[: 1 + form.LOW]:
-        masks = [torch.empty((n, C, C), dtype=t, device=call.v.device) for t, n in kinds]
+        gates, pairs, of_sums = (torch.empty((n, C, C), dtype=t, device=call.v.device) for t, n in kinds)
         facts: dict[str, Any] = {"C": C, "LEVELS": levels, "SHIFT": shift, "num_warps": 4}
-        launch(write_block_masks, (2 * levels + 2,), BlockMasks(*masks, None, None), **facts)
-        made.append(masks)
-    return BlockMasks(*made[0], *((made[1][0], made[1][2]) if form.LOW else (None, None)))
+        launch(write_block_masks, (2 * levels + 2,), BlockMasks(gates, pairs, of_sums, None, None), **facts)
+        made += [gates, pairs, of_sums]
+    early = (made[3], made[5]) if form.LOW else (None, None)
+    return BlockMasks(made[0], made[1], made[2], *early)
 
 
 def prepare(call: DeltaCall, tiles: Tiles) -> Plan:
