@@ -197,6 +197,7 @@ def test_shared_memory_of_backward(dtype: torch.dtype, device: str, monkeypatch:
         return everything(ridgeline.gated_delta_rule, given, state, "triton", normalize=True)
 
     for kind in KINDS:
+        monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: 6)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 2)
         shared = results(kind)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 0)
@@ -222,7 +223,7 @@ class Held(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("gate", "most"), [(1, 1000), (2, 2000)])
+@pytest.mark.parametrize(("gate", "most"), [(1, 1000), (2, 1700)])
 def test_memory_of_backward(gate: int, most: int) -> None:
     """MiB over the inputs at 8 x 4096 x 16 x 128 in bfloat16 for an H200: o, do, gradients and what backward adds."""
     B, T, H, D = 8, 4096, 16, 128
