@@ -24,9 +24,9 @@ KINDS = {
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "rung"), [*((k, "triton") for k in KINDS), ("per head", "triton_chunks")])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_first_tokens_of_a_sequence(kind: str, packed: bool, device: str) -> None:
+def test_the_first_tokens_of_a_sequence(kind: str, rung: str, packed: bool, device: str) -> None:
     """Without a first state nothing is decayed by the first gate: its gradient is 0 to the bit. The second token's is
     that of one key alone, which a rounding in the sums of later pairs must not reach."""
     name, form = KINDS[kind]
@@ -37,7 +37,7 @@ def test_the_first_tokens_of_a_sequence(kind: str, packed: bool, device: str) ->
     if packed:
         given["cu_seqlens"] = torch.tensor([0, 3, 37], dtype=torch.int32, device=device)
     found = []
-    for impl, dtype in (("triton", torch.float16), ("naive", torch.float64)):
+    for impl, dtype in ((rung, torch.float16), ("naive", torch.float64)):
         leaves = [a.half().to(dtype).requires_grad_() for a in args]
         o = function(*leaves, impl=impl, **given)
         incoming = torch.randn(o.shape, device=device, generator=torch.Generator(device).manual_seed(1)).half()
@@ -68,10 +68,13 @@ def long(kind: str, T: int) -> tuple[str, list[Spec], dict[str, Any]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [*KINDS, "ssd"])
-def test_long_sequences_keep_the_law(kind: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "impl"),
+    [*((k, "triton") for k in (*KINDS, "ssd")), ("per head", "triton_chunks"), ("ssd", "triton_chunks")],
+)
+def test_long_sequences_keep_the_law(kind: str, impl: str, device: str) -> None:
     name, specs, given = long(kind, 4096)
     dice = torch.Generator(device).manual_seed(0)
     law = Law(get(name), [s.make(torch.bfloat16, device, dice) for s in specs], given)
-    verdict = law.judge(*law.run(get(name).implementations["triton"]))
+    verdict = law.judge(*law.run(get(name).implementations[impl]))
     assert verdict.ok, verdict.reason()

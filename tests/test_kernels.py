@@ -75,6 +75,13 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "the gradient of k with a gate per channel at 128 columns; tiles untimed there",
     ),
     ("gated_linear_attention", "triton", "scan_chunks", "sm_100"): (484, "as sm_89's"),
+    ("gated_linear_attention", "triton_chunks", "write_gradients", "sm_90"): (
+        1040,
+        "984 in Triton 3.6, for a second block a multiprocessor; untimed",
+    ),
+    ("gated_linear_attention", "triton_chunks", "write_outputs", "sm_90"): (80, "for a third block; untimed"),
+    ("ssd", "triton_chunks", "write_gradients", "sm_90"): (900, "as gated_linear_attention's"),
+    ("linear_attention", "triton_chunks", "write_gradients", "sm_90"): (260, "as gated_linear_attention's"),
     ("gated_linear_attention", "triton", "own_pairs", "sm_90"): (
         152,
         "outside its loops, so that two blocks fit: 377 us",

@@ -10,7 +10,7 @@ import torch
 
 import ridgeline
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _causal_product, _channel_chunks, _chunks, ssd
+from ridgeline.ops.recurrent import _causal_product, _channel_chunks, _chunks, _head_chunks, ssd
 
 pytestmark = pytest.mark.kernels
 
@@ -285,3 +285,107 @@ def test_a_gate_per_channel_stays_in_its_memory(kind: str, case: str, monkeypatc
     with bounds.strict():
         found = everything(function, args, state, "triton", **given)
     close(found, exact(function, args, state, **given), 3e-3)
+
+
+CASES_OF_HEADS = [
+    *("2", "15", "16", "17", "32", "33", "49", "70 in segments"),
+    *("packed", "packed in segments", "down to -60", "a gate in float32"),
+]
+
+
+@pytest.mark.parametrize("kind", ["none", "head"])
+@pytest.mark.parametrize("case", CASES_OF_HEADS)
+def test_all_chunks_side_by_side(kind: str, case: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rung whose states are written out: blocks and chunks of every remainder, both blocks' gates, first and last
+    states, and the same bits again."""
+    T = int(case.split()[0]) if case[0].isdigit() else 41
+    function, args = inputs(kind, 1, T, device, low=-60.0 if "60" in case else -1.0)
+    if "60" in case and kind == "head":
+        keep = torch.rand(args[3].shape, device=device, generator=torch.Generator(device).manual_seed(2)) < 0.6
+        args[3] = torch.where(keep, args[3] / 600, args[3])
+    args = [a if "float32" in case and n == 3 else a.half() for n, a in enumerate(args)]
+    given, state = {}, first_state(1, device)
+    if "packed" in case:
+        given = {"cu_seqlens": torch.tensor([0, 17, 17, 19, 41], dtype=torch.int32, device=device)}
+        state = first_state(4, device)
+    if "segments" in case:
+        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    found, again = (everything(function, args, state, "triton_chunks", **given) for _ in range(2))
+    close(found, exact(function, args, state, **given), 1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["none", "head"])
+def test_packed_sequences_side_by_side_equal_separate_ones(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, args = inputs(kind, 1, 63, device)
+    args, state, ends = [a.half() for a in args], first_state(4, device), [0, 37, 37, 39, 63]
+    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (1, -(-tokens // unit) * unit))
+    given = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
+    leaves = [a.detach().requires_grad_() for a in args]
+    o, last = function(*leaves, initial_state=state, return_state=True, impl="triton_chunks", **given)
+    incoming = torch.randn(o.shape, device=device, generator=torch.Generator(device).manual_seed(1)).half()
+    grads = torch.autograd.grad(o, leaves, incoming)
+    for n, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            assert torch.equal(last[n], state[n])
+            continue
+        own = [a[:, start:end].detach().requires_grad_() for a in args]
+        first = state[n : n + 1]
+        one, final = function(*own, initial_state=first, return_state=True, impl="triton_chunks")
+        assert torch.equal(one, o[:, start:end])
+        assert torch.equal(final[0], last[n])
+        for mine, all_of_them in zip(torch.autograd.grad(one, own, incoming[:, start:end]), grads, strict=True):
+            assert torch.equal(mine, all_of_them[:, start:end])
+
+
+def test_each_tokens_factor_of_v(device: str) -> None:
+    """The kernels' `step` weighs v's rows: o, the state and the gradients are those of v times it, and v's is the
+    gradient of the product."""
+    function, args = inputs("head", 1, 49, device)
+    q, k, v, g = (a.half() for a in args)
+    step = torch.rand(1, 49, HV, device=device, generator=torch.Generator(device).manual_seed(3)) + 0.5
+    weighed = (v * step[..., None]).double()
+    leaves = [t.double().requires_grad_() for t in (q, k, weighed, g)]
+    expected, final = function(*leaves, return_state=True, impl="naive")
+    do = torch.randn(expected.shape, device=device, generator=torch.Generator(device).manual_seed(1)).half()
+    call = _chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee")
+    o, last = torch.empty_like(v), torch.empty(1, HV, K, V, device=device)
+    _head_chunks.forward(call, step, o, last)
+    dq, dk, dv = (torch.empty(1, 49, HV, n, device=device) for n in (K, K, V))
+    dg = torch.empty(1, 49, HV, device=device)
+    _head_chunks.backward(call, step, (dq, dk, dv, dg, None), do, None)
+    dg, dq, dk = dg.unflatten(2, (H, -1)).sum(3), dq.unflatten(2, (H, -1)).sum(3), dk.unflatten(2, (H, -1)).sum(3)
+    exact_ones = torch.autograd.grad(expected, leaves, do.double())
+    close([o, last, dq, dk, dv, dg], [expected, final, *exact_ones], 1e-3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")
+@pytest.mark.parametrize("kind", ["none", "head"])
+@pytest.mark.parametrize("case", ["16", "33", "packed"])
+def test_all_chunks_side_by_side_stay_in_their_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No access is beyond a tensor, and no result depends on memory that nothing has written."""
+    import bounds
+
+    function, args = inputs(kind, 1, 41 if case == "packed" else int(case), "cpu")
+    args = [a.half() for a in args]
+    given, state = {}, first_state(1, "cpu")
+    if case == "packed":
+        given = {"cu_seqlens": torch.tensor([0, 17, 17, 19, 41], dtype=torch.int32)}
+        state = first_state(4, "cpu")
+        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    with bounds.strict():
+        found = everything(function, args, state, "triton_chunks", **given)
+    close(found, exact(function, args, state, **given), 1e-3)
+
+
+def test_what_all_chunks_side_by_side_refuse() -> None:
+    wide, long = torch.randn(1, 4, 1, 160).half(), torch.randn(1, 4, 2, 8).half()
+    for call, words in (
+        (lambda: ridgeline.linear_attention(wide, wide, wide, impl="triton_chunks"), "at most 128 columns, got 160"),
+        (lambda: ridgeline.gated_linear_attention(long, long, long, -long.abs(), impl="triton_chunks"), "per channel"),
+        (lambda: ridgeline.linear_attention(*(long.float(),) * 3, impl="triton_chunks"), "float16, bfloat16"),
+    ):
+        with pytest.raises(ridgeline.RidgelineError, match=words):
+            call()

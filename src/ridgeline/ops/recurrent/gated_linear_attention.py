@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
+from ridgeline.ops.recurrent import _head_chunks
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -125,3 +126,4 @@ OP = Op(
 )
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.kernel("triton", IDEA, **KERNEL)
+OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates})

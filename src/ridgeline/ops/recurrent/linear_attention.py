@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _causal_product
+from ridgeline.ops.recurrent import _causal_product, _head_chunks
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -104,3 +104,4 @@ for name, idea in (
     fwd, bwd = partial(_causal_product.fwd, way), partial(_causal_product.bwd, way)
     OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=_causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)
+OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, get, nbytes
+from ridgeline.ops.recurrent import _head_chunks
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -197,6 +198,28 @@ def _bwd(
     backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
 
 
+def _chunks_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    """`triton_chunks` has the step sizes inside, and D here."""
+    call = _call(*inputs)
+    _head_chunks.forward(call, call.step, o, last)
+    if call.skip is not None:
+        o.copy_(torch.addcmul(o.float(), call.v.float(), call.skip.unsqueeze(-1)))
+
+
+def _chunks_bwd(
+    dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
+) -> None:
+    call, weighted = _call(*inputs), torch.empty_like(dx)
+    _head_chunks.backward(call, call.step, (dC, dB, weighted, dg, dfirst), do, dlast)
+    x, wide = call.v.float(), weighted.float()
+    torch.sum(wide * x, -1, out=dstep)
+    wide *= inputs[4].unsqueeze(-1)
+    if call.skip is not None:
+        wide.addcmul_(do.float(), call.skip.unsqueeze(-1))
+        torch.sum(do.float() * x, (0, 1, 3), out=dD)
+    dx.copy_(wide)
+
+
 class Negative(Spec):
     """Random rates, from about -2 to 0."""
 
@@ -240,3 +263,4 @@ OP.eager(
     supports=lambda *_, cu_seqlens=None, **__: "it takes no packed sequences" if cu_seqlens is not None else None,
 )  # fmt: skip
 OP.kernel("triton", IDEA, kind="triton", fwd=_fwd, bwd=_bwd, supports=refusal, served=True, gain=2.0)
+OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd})

@@ -1,0 +1,184 @@
+"""Starts of `_heads.py`: the chunk engine of the ops with a gate per head or none, with states written out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.ops.recurrent import _calls, _chunks
+from ridgeline.ops.recurrent._heads import (
+    BlockForm,
+    Decays,
+    HeadGrads,
+    Room,
+    join_gates,
+    write_decays,
+    write_gradients,
+    write_outputs,
+    write_states,
+)
+from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
+
+MOST = 128  # columns of q, k and v
+APART = 1 << 24  # of a chunk's rows in elements, whose offsets have 32 bits
+IDEA = "states written out before all chunks run side by side; pairs made once for all gradients"
+Maybe = torch.Tensor | None
+
+
+class HeadTiles(NamedTuple):
+    columns: int  # of v in a program that walks the chunks
+    rows: int  # of a block
+    blocks: int  # of a chunk
+    walk: dict[str, Any]  # warps and stages of `write_states`
+    outputs: dict[str, Any]
+    gradients: dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """What the kernels of a call share."""
+
+    call: _chunks.Call
+    tiles: HeadTiles
+    form: BlockForm
+    room: Room
+    decays: Decays | None
+    step: Rows | None  # each token's factor of v, (B, T, value heads)
+
+
+def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
+    BV = max(16, triton.next_power_of_2(V))
+    one: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
+    if gpu.backend == "cpu":  # the interpreter: several chunks and slices
+        return HeadTiles(min(BV, 16), 16, 2, one, one, one)
+    if gpu.capability != 90:
+        return HeadTiles(min(BV, 32), 32, 2, one, one, one)
+    return HeadTiles(
+        min(BV, 64), 64, 2, {"num_warps": 4, "num_stages": 2}, one | {"maxnreg": 168}, one
+    )  # two, three and two programs a multiprocessor
+
+
+def one_per_token(step: torch.Tensor) -> Rows:
+    batch, token, head = step.stride()
+    return Rows(step, batch, token, head, 1)
+
+
+def prepare(call: _chunks.Call, step: Maybe) -> Plan:
+    (B, T, HV, V), K, N = call.v.shape, call.q.shape[3], call.sequences
+    tiles = head_tiles(device.of(call.q), V)
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    C = tiles.rows * tiles.blocks
+    chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
+    room = Room(call.ends, T, HV, chunks, N, C)
+    form = BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate)
+    decays = None
+    if call.g is not None:
+        fresh: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
+        sums, soon, since, until = (torch.empty((B * HV, chunks, C), **fresh) for _ in range(4))
+        decays = Decays(sums, soon, since, until, torch.empty((B * HV, chunks), **fresh))
+        launch(write_decays, (chunks, B * HV), call.rows(call.g), decays, room, form=form, num_warps=1)
+    return Plan(call, tiles, form, room, decays, None if step is None else one_per_token(step))
+
+
+def walk(
+    plan: Plan, a: torch.Tensor, c: torch.Tensor, first: Maybe, last: Maybe, kept: torch.dtype, reverse: bool
+) -> torch.Tensor:  # fmt: skip
+    """Returns the states before all chunks, (heads, chunks, K, V): one kernel, or three in segments."""
+    call, tiles, form, room = plan.call, plan.tiles, plan.form, plan.room
+    heads, slices = call.sequences * room.heads, -(-form.V // tiles.columns)
+    count, length = _chunks.segments(device.of(a), heads * slices, call.q.shape[1], room.unit)
+    own = Form(
+        form.K, form.V, form.BK, tiles.columns, room.unit, 0, form.GATE, True, reverse, False, False, "", False, False
+    )  # fmt: skip
+    fresh: dict[str, Any] = {"dtype": torch.float32, "device": a.device}
+    marks = torch.empty((call.v.shape[0] * room.heads, room.chunks, form.K, form.V), dtype=kept, device=a.device)
+    starts = decays = None
+    if count > 1:
+        starts = torch.empty((count, heads, form.K, form.V), **fresh)
+        decays = torch.empty((count, heads), **fresh) if form.GATE else None
+    states = States(starts, first, last, form.V, 1, marks, decays)
+    args = call.rows(a), call.rows(c), plan.decays, None if reverse else plan.step, states, room, length
+    args = *args, call.scale if reverse else 1.0
+    if count > 1:
+        launch(write_states, (count * slices, heads), *args, form=own, **tiles.walk, OUT=False)
+        launch(chain_segments, (slices, heads), states, count, form=own, **tiles.walk)
+    launch(write_states, (count * slices, heads), *args, form=own, **tiles.walk, OUT=True)
+    return marks
+
+
+def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = _chunks.Call(*inputs)
+    if call.q.shape[1] == 1 and call.ends is None:
+        _chunks.fwd(o, last, *inputs)
+        return
+    forward(call, None, o, last)
+
+
+def forward(call: _chunks.Call, step: Maybe, o: torch.Tensor, last: torch.Tensor) -> None:
+    """step: each token's factor of v, (B, T, value heads), or None."""
+    plan = prepare(call, step)
+    room = plan.room
+    marks = walk(plan, call.k, call.v, call.first, last, call.q.dtype, False)
+    rows = *(call.rows(t) for t in (call.q, call.k, call.v, o)), plan.decays
+    grid = room.chunks * plan.tiles.blocks, call.v.shape[0] * room.heads
+    launch(
+        write_outputs, grid, *rows, plan.step, marks, room, call.scale, form=plan.form, **plan.tiles.outputs
+    )  # fmt: skip
+
+
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
+    dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    backward(_chunks.Call(*inputs), None, (dq, dk, dv, dg, dfirst), do, dlast)
+
+
+def backward(call: _chunks.Call, step: Maybe, made: tuple[Any, ...], do: torch.Tensor, dlast: Maybe) -> None:
+    """The states again, their gradients, and one kernel over all chunks; another joins the parts of dg.
+
+    made: the gradients of q, k, v times its factor, g and the first state, the last two perhaps None."""
+    dq, dk, dv, dg, dfirst = made
+    plan = prepare(call, step)
+    tiles, room, heads = plan.tiles, plan.room, call.v.shape[0] * plan.room.heads
+    wide = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
+    before = walk(plan, call.k, call.v, call.first, None, wide, False)
+    after = walk(plan, call.q, do, dlast, dfirst, wide, True)
+    fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
+    parts = past = None
+    if dg is not None:
+        parts, past = (
+            torch.empty((5, heads, room.chunks, room.unit), **fresh),
+            torch.empty((heads, room.chunks), **fresh),
+        )
+    grads = HeadGrads(dq, dk, dv, dg, parts, heads * room.chunks * room.unit, past)
+    rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
+    args = *rows, plan.step, before, after, grads, room, call.scale
+    launch(write_gradients, (room.chunks * tiles.blocks, heads), *args, form=plan.form, **tiles.gradients)
+    if dg is not None:
+        launch(join_gates, (room.chunks * tiles.blocks, heads), grads, room, call.scale, form=plan.form, num_warps=1)
+
+
+def refusal(*args: Any, **given: Any) -> str | None:
+    """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
+    rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4]
+    widest, apart = max(t.shape[-1] for t in rows), max(t.stride(1) for t in rows)
+    reason = _calls.refusal(*args, **given)
+    if reason is None and widest > MOST:
+        reason = f"a head has at most {MOST} columns, got {widest}"
+    if reason is None and apart > APART:
+        reason = f"tokens are at most {APART} elements apart, got {apart}"
+    return reason
+
+
+def refusal_of_gates(*args: Any, **given: Any) -> str | None:
+    """As `refusal`, of gated_linear_attention's calls. Backward's inputs begin with two gradients."""
+    gate = args[5] if len(args) > 10 else args[3]
+    return "its gate is one per head, got one per channel" if gate.dim() == 4 else refusal(*args, **given)
+
+
+KERNEL: dict[str, Any] = {
+    "kind": "triton", "fwd": fwd, "bwd": bwd, "supports": refusal, "dtypes": ("float16", "bfloat16"),
+}  # fmt: skip
