@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ridgeline
 import test_gates
 from ridgeline import device as devices
+from ridgeline import tuning
 from ridgeline.op import RidgelineError
 from ridgeline.ops.recurrent import _delta_chunks
 from test_recurrent import close, everything, exact, first_state
@@ -138,7 +139,13 @@ def test_more_sequences_than_a_grid_has(device: str) -> None:
 
 
 def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int = 1) -> None:
+    monkeypatch.setattr(tuning, "version", -1)  # no plan that another test recorded
     monkeypatch.setattr(_delta_chunks, "span", lambda gpu, programs, most, K: chunks)
+
+
+def with_halvings(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(tuning, "version", -10 - most)
+    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: most)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -164,7 +171,7 @@ def test_segments_and_packed_sequences_in_half_precision(
     """The same in float16, with halvings so that rows meet in one product, in blocks, and by levels."""
     function, args, given = inputs(kind, 1, 150, device, low=-0.1)
     args, state = [a.half() for a in args], first_state(1, device)
-    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: 6)
+    with_halvings(monkeypatch, 6)
     whole = everything(function, args, state, "triton", **given)
     in_segments(monkeypatch, 2)
     cut = everything(function, args, state, "triton", **given)
@@ -197,9 +204,11 @@ def test_shared_memory_of_backward(dtype: torch.dtype, device: str, monkeypatch:
         return everything(ridgeline.gated_delta_rule, given, state, "triton", normalize=True)
 
     for kind in KINDS:
-        monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: 6)
+        with_halvings(monkeypatch, 6)
+        monkeypatch.setattr(tuning, "version", -2)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 2)
         shared = results(kind)
+        monkeypatch.setattr(tuning, "version", -3)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 0)
         monkeypatch.setattr(_delta_chunks, "_in", lambda *_: None)
         assert all(torch.equal(a, b) for a, b in zip(shared, results(kind), strict=True)), kind
@@ -249,17 +258,19 @@ def test_rows_that_meet_in_one_product(kind: str, low: float, device: str, monke
     one by levels, with strong ones blocks of few rows beside levels."""
     function, args, given = inputs(kind, 1, 70, device, low)
     args, state = [a.half() for a in args], first_state(1, device)
-    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: 6)
+    with_halvings(monkeypatch, 6)
     close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 2e-3)
 
 
 @pytest.mark.parametrize("kind", ["channel", "rwkv7"])
-@pytest.mark.parametrize("span", [0, 6])
-def test_what_comes_later_changes_nothing(kind: str, span: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("halvings", [0, 6])
+def test_what_comes_later_changes_nothing(
+    kind: str, halvings: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other numbers in later rows of a chunk, and weaker gates there, change no bit of an earlier output."""
     function, args, given = inputs(kind, 1, 37, device, -0.15)
     args = [a.half() for a in args]
-    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: span)
+    with_halvings(monkeypatch, halvings)
     expected = function(*args, impl="triton", **given)
     gate = 1 if kind == "rwkv7" else 3
     for n, arg in enumerate(args):

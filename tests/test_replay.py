@@ -1,12 +1,16 @@
 """Replays of launchers, on a CPU that emulates a GPU: pointers reach their kernels, and unrepeatable launchers run."""
 
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import ridgeline
 from ridgeline import codegen, replay, tuning
 from ridgeline.boundary import kernel_op
 from ridgeline.device import pretend
@@ -537,3 +541,47 @@ def test_the_docstring_of_codegen_shows_what_it_writes(started: Started) -> None
     shown = [textwrap.indent(f.source, "    ") for f in (looked, call, plan)]
     print("\n\n".join(shown))
     assert "\n\n".join(shown) in codegen.__doc__
+
+
+NESTED = """
+import torch
+import host_calls, ridgeline
+
+host_calls.emulate()
+x = torch.randn(2, 4).bfloat16()
+y = torch.nested.nested_tensor([torch.randn(4), torch.randn(4)]).bfloat16()
+for _ in range(6):
+    ridgeline.mul(x, x.clone())
+try:
+    ridgeline.mul(x, y)
+except ridgeline.RidgelineError as error:
+    print(error)
+"""
+
+
+def test_a_nested_tensor_after_guarded_calls() -> None:
+    """torch's check would end the process."""
+    folder = Path(__file__).parent
+    ran = subprocess.run([sys.executable, "-c", NESTED], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "one is nested" in ran.stdout
+
+
+def test_tensors_with_symbolic_sizes_outside_their_mode() -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    x = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.randn(5, 8), static_shapes=False)
+    assert ridgeline.gelu(x, impl="triton").shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["softmax", "topk_gate"])
+def test_gradients_of_a_map_over_a_kernel_raise(name: str) -> None:
+    """Inside `vmap` a tensor does not say that gradients are wanted of it."""
+    functions = {"softmax": ridgeline.softmax, "topk_gate": lambda x, impl: ridgeline.topk_gate(x, 2, impl=impl)[0]}
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda row: functions[name](row, impl="triton"))(x).sum()
+
+    with pytest.raises(RidgelineError, match="torch.func"):
+        torch.func.grad(total)(torch.randn(3, 4, 8))

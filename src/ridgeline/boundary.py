@@ -121,6 +121,8 @@ def _through(registered: Any, op: str) -> Callable[..., Any]:
     DTensor gives one sentence instead of torch's error about sharding strategies."""
 
     def call(*args: Any) -> Any:
+        if torch._C._are_functorch_transforms_active() and torch.is_grad_enabled() and any(map(_tracked, args)):
+            raise RidgelineError(_TRANSFORMED)  # such as vmap inside grad: the outer tensors say nothing of gradients
         flops.tell(registered.overloadpacket)
         try:
             return registered(*args)
@@ -145,10 +147,23 @@ def differentiate(function: Any, *args: Any) -> Any:
     if forward_ad._current_level >= 0:
         _no_tangents(*args)
     if torch._C._are_functorch_transforms_active():
-        raise RidgelineError(
-            "Ridgeline's kernels cannot be differentiated inside torch.func's transforms; use impl='torch' or 'naive'"
-        )
+        raise RidgelineError(_TRANSFORMED)
     return function.quick_apply(*args)
+
+
+_TRANSFORMED = (
+    "Ridgeline's kernels cannot be differentiated inside torch.func's transforms; use impl='torch' or 'naive'"
+)
+
+
+def _tracked(value: Any) -> bool:
+    """Returns whether a gradient is wanted of a tensor, or of one that torch.func's transforms have wrapped in it."""
+    functorch = torch._C._functorch
+    while isinstance(value, torch.Tensor) and not value.requires_grad:
+        if not (functorch.is_batchedtensor(value) or functorch.is_gradtrackingtensor(value)):
+            return False
+        value = functorch.get_unwrapped(value)
+    return isinstance(value, torch.Tensor)
 
 
 def written(*tensors: torch.Tensor | None) -> None:

@@ -33,8 +33,12 @@ its result and starts one kernel, the functions are:
     def call(t0, a0):
         seen = False
         near = t0.shape, tuning.version, a0
+        try:
+            some = quick(near, none)
+        except TypeError:
+            some = none
         if not seen:
-            for plan, check in quick(near, none):
+            for plan, check in some:
                 m = plan(check, t0)
                 if m is not missed: return m
         i = t0.get_device()
@@ -50,9 +54,9 @@ its result and starts one kernel, the functions are:
         if not check(t0): return missed
         p0 = t0.data_ptr()
         if current() != 0 or p0 & 15: return missed
-        m0 = empty(n6, n7, n8); p1 = m0.data_ptr()
+        m0 = empty(n7, n8, n9); p1 = m0.data_ptr()
         s = stream(0)
-        n10(4, 1, 1, s, (p1, p0, n9,))
+        n11(4, 1, 1, s, (p1, p0, n10,))
         return m0
 """
 
@@ -61,6 +65,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
+
+from ridgeline.op import OWN
 
 
 class Loose(int):
@@ -168,12 +174,15 @@ def looked(
 def fitting(there: tuple[bool, ...]) -> Callable[..., Any]:
     """Returns a function of a guard's check and tensors: whether those that are `there` pass it, and no others are."""
     tensors = [f"t{n}" for n in range(len(there))]
-    return function("fits", ["check", *tensors], [f"return {_fits(there)}"], {})
+    return function("fits", ["check", *tensors], [f"return {_fits(there)}"], {"own": OWN})
 
 
 def _fits(there: Sequence[bool]) -> str:
-    missing = [f"t{n} is None and " for n, given in enumerate(there) if not given]
-    return f"{''.join(missing)}check({', '.join(f't{n}' for n, given in enumerate(there) if given)})"
+    """A nested tensor, whose sizes torch's check would ask for and end the process, does not reach it; the first
+    tensor's shape has been read."""
+    first = [f"t{n} is None and " for n, given in enumerate(there) if not given]
+    first += [f"t{n}.__class__ in own and not t{n}.is_nested and " for n, given in enumerate(there) if given and n]
+    return f"{''.join(first)}check({', '.join(f't{n}' for n, given in enumerate(there) if given)})"
 
 
 def interceptions(leading: int) -> tuple[list[str], list[str]]:
@@ -216,8 +225,12 @@ def front(
     lines = [line.format(args=whole) for line in before[0] or ["seen = False"]]
     lines += [
         f"near = t0.shape, {', '.join(facts)}",
+        "try:",
+        "    some = quick(near, none)",
+        "except TypeError:",  # symbolic sizes have no hash
+        "    some = none",
         "if not seen:",
-        "    for plan, check in quick(near, none):",
+        "    for plan, check in some:",
         f"        m = plan(check, {given})",
         "        if m is not missed: return m",
     ]
@@ -263,7 +276,7 @@ class PlanWriter:
         names: dict[str, Any],
     ):
         self.aligned, self.given, self.index, self.kinds, self.loose = given, len(given), index, kinds, loose
-        self.names = names | {"missed": MISSED}
+        self.names = names | {"missed": MISSED, "own": OWN}
         self.views: dict[Seen, str] = {}
         self.lines: list[str] = []
 
@@ -272,7 +285,8 @@ class PlanWriter:
         seen = [s for step in steps for s in (*step.sources, *step.named.values()) if isinstance(s, tuple)]
         used = {s[0] - self.given for s in seen} | set(results)  # not empty tensors
         there = [at is not None for at in self.aligned]
-        self.lines = [f"if not {_fits(there) if all(there) else f'({_fits(there)})'}: return missed"]
+        fits = _fits(there)
+        self.lines = [f"if not {f'({fits})' if ' and ' in fits else fits}: return missed"]
         self.lines += [f"p{n} = t{n}.data_ptr()" for n, at in enumerate(self.aligned) if at is not None]
         odd = [f"p{n} & 15 != {at}" for n, at in enumerate(self.aligned) if at]
         even = [f"p{n}" for n, at in enumerate(self.aligned) if at == 0]

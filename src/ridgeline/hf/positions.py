@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +25,7 @@ class _Calls(threading.local):
     """The models whose forwards this thread is in, the outermost first, and whether their positions rise by one."""
 
     def __init__(self) -> None:
-        self.models: list[tuple[nn.Module, bool]] = []
+        self.models: list[tuple[weakref.ref[nn.Module], bool]] = []
 
 
 _CALLS = _Calls()
@@ -39,7 +40,7 @@ def readable(tensor: torch.Tensor) -> bool:
 
 def rise() -> bool:
     """Whether the positions of the innermost call of a patched model surely rise by one in each row."""
-    return bool(_CALLS.models) and _CALLS.models[-1][1]
+    return not torch.compiler.is_compiling() and bool(_CALLS.models) and _CALLS.models[-1][1]
 
 
 @lru_cache(maxsize=256)
@@ -54,12 +55,21 @@ def _before(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) ->
     if not torch.compiler.is_compiling():
         at = _place(type(module).forward)
         found = named.get(NAME) is None and at is not None and all(t is None for t in given[at : at + 1])
-        _CALLS.models.append((module, found))
+        _leave(module)  # an interruption may have left a call of it behind
+        _CALLS.models.append((weakref.ref(module), found))
 
 
 def _after(module: nn.Module, *_: Any) -> None:
-    if not torch.compiler.is_compiling() and _CALLS.models and _CALLS.models[-1][0] is module:
-        _CALLS.models.pop()
+    if not torch.compiler.is_compiling():
+        _leave(module)
+
+
+def _leave(module: nn.Module) -> None:
+    """Forgets the call of a model that this thread is in, and all calls inside it."""
+    for place, (model, _) in enumerate(_CALLS.models):
+        if model() is module:
+            del _CALLS.models[place:]
+            return
 
 
 def watch(model: nn.Module) -> None:

@@ -93,7 +93,7 @@ def fwd(way: Any, o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
 def bwd(way: Any, dq: Any, dk: Any, dv: Any, dg: Any, du: Any, dfirst: Any, do: Any, dlast: Any, *inputs: Any) -> None:
     """Three passes. Those of q and k hold the state with v's columns as rows, so it lies transposed for them."""
     q, k, v, _, _, first, _, scale, _ = inputs
-    do = do.contiguous()
+    do = do.clone(memory_format=torch.contiguous_format) if do.data_ptr() % 16 else do.contiguous()
     way(Pass(dq, do, v, k, first, None, False, scale), True)
     way(Pass(dk, v, do, q, dlast, None, True, scale), True)
     way(Pass(dv, k, q, do, dlast, dfirst, True, scale), False)

@@ -212,7 +212,8 @@ def _settle(dx, dwindow, to, incoming, value, r, piece, channels, here, C, shape
     if incoming is not None:
         at = first + r
         spot = (n.to(tl.int64) * C + channels) * shape.WIDTH + shape.WIDTH + (at - end)
-        value += tl.load(incoming + spot, mask=here & (at >= end - shape.WIDTH), other=0.0).to(tl.float32)
+        late = tl.load(incoming + spot, mask=here & (at >= end - shape.WIDTH) & (at < end), other=0.0)
+        value += late.to(tl.float32)
     mine = (r >= 0) & (r < (last - first).to(tl.int32))
     tl.store(to, value.to(dx.data.dtype.element_ty), mask=here & mine)
     if dwindow is not None:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, launch, tracing, written
+from ridgeline.boundary import INTERPRETED, Function, differentiate, first_order, kernel_op, launch, tracing, written
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes, readable
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
@@ -74,7 +74,7 @@ def _shape(x: torch.Tensor, width: int, activation: str | None, pieces: Pieces, 
     channels = min(channels, max(triton.next_power_of_2(x.shape[2]), 16))
     rounds = 0 if pieces.ends is None else pieces.sequences.bit_length()
     single = x.dtype == torch.float32
-    quick = device.of(x).backend == "cuda" and not single
+    quick = device.of(x).backend == "cuda" and not single and not INTERPRETED
     return Shape(width, activation == "silu", channels, step, rounds, single, quick)
 
 
