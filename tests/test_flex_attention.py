@@ -256,7 +256,7 @@ BAD: dict[str, Any] = {
     ),
     "causal with a mask": (lambda: ridgeline.attention(a, b, b, block_mask=small(), causal=True), ["alone", "causal"]),
     "softcap with a mask": (lambda: ridgeline.attention(a, b, b, block_mask=small(), softcap=2.0), ["softcap"]),
-    "sizes without a function": (lambda: ridgeline.block_mask(a[0, 0] > 0, Sq=3), ["own sizes"]),
+    "sizes without a function": (lambda: ridgeline.block_mask(a[0, 0] > 0, Sq=3), ["with a tensor as mask", "sizes"]),
     "a mask without sizes": (lambda: ridgeline.block_mask(stripes), ["Sq", "positive", "None"]),
     "blocks of 48": (lambda: ridgeline.block_mask(stripes, Sq=3, Sk=3, block=48), ["block", "power of two", "48"]),
     "a mask of numbers": (lambda: ridgeline.block_mask(a[0, 0]), ["torch.bool", "float32"]),

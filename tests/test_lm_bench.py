@@ -129,7 +129,7 @@ def test_the_guide_names_flags_that_exist() -> None:
         (("bench", "--size", "tiny", "--checkpoint", "-1"), "--checkpoint must be 0 or more, but is -1"),
         (("bench", "--size", "tiny", "--steps", "-3"), "a whole number of 1 or more, and got '-3'"),
         (("bench", "--size", "tiny", "--warmups", "1,x"), "a whole number of 0 or more, and got 'x'"),
-        (("bench", "--warmups", "0,1", "--grid", "tiny", "16"), "one number of warm-ups"),
+        (("bench", "--warmups", "0,1", "--grid", "tiny", "16"), "one number of --warmups"),
         (("attention", "--impls", "fast"), "there is no implementation 'fast'; there are tiled"),
         (("attention", "--dim", "17"), "no point"),
     ],

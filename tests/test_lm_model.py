@@ -190,7 +190,7 @@ def test_autocast_makes_again_in_the_same_dtype() -> None:
     [
         ({"every": -1}, "at least 0"),
         ({"remake": "dear"}, "cheap"),
-        ({"remake": "cheap", "every": 2}, "give one"),
+        ({"remake": "cheap", "every": 2}, "give either remake or a checkpoint"),
         ({"impl": "cuda"}, "impl must be"),
     ],
 )

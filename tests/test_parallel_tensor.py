@@ -314,7 +314,7 @@ def test_every_rank_says_what_does_not_divide(size: Size, options: dict[str, Any
         (
             nn.Sequential(ridgeline.nn.MoE(8, 4, 8, 2, auxiliary=0.1)),
             {"sequence": True},
-            "with sequence 0 would balance",
+            "the auxiliary loss of 0 would see this rank's tokens only",
         ),
         (
             nn.Sequential(ridgeline.nn.QuantizedMoE(32, 32, 4, 2, kind="int8")),

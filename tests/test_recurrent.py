@@ -273,10 +273,7 @@ def test_chunks_whose_pairs_are_one_product(
         assert kind != "rwkv6" or not dg[:, -1].any()  # nothing after it sees what it decays
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")
-@pytest.mark.parametrize("kind", ["channel", "rwkv6"])
-@pytest.mark.parametrize("case", ["16", "17", "packed"])
-def test_a_gate_per_channel_stays_in_its_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def stay_in_memory(kind: str, case: str, impl: str, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """No access is beyond a tensor, and no result depends on memory that nothing has written."""
     import bounds
 
@@ -289,8 +286,15 @@ def test_a_gate_per_channel_stays_in_its_memory(kind: str, case: str, monkeypatc
         monkeypatch.setattr(tuning, "version", -1)
         monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
     with bounds.strict():
-        found = everything(function, args, state, "triton", **given)
-    close(found, exact(function, args, state, **given), 3e-3)
+        found = everything(function, args, state, impl, **given)
+    close(found, exact(function, args, state, **given), bound)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")
+@pytest.mark.parametrize("kind", ["channel", "rwkv6"])
+@pytest.mark.parametrize("case", ["16", "17", "packed"])
+def test_a_gate_per_channel_stays_in_its_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stay_in_memory(kind, case, "triton", 3e-3, monkeypatch)
 
 
 CASES_OF_HEADS = [
@@ -373,20 +377,7 @@ def test_each_tokens_factor_of_v(device: str) -> None:
 @pytest.mark.parametrize("kind", ["none", "head"])
 @pytest.mark.parametrize("case", ["16", "33", "packed"])
 def test_all_chunks_side_by_side_stay_in_their_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No access is beyond a tensor, and no result depends on memory that nothing has written."""
-    import bounds
-
-    function, args = inputs(kind, 1, 41 if case == "packed" else int(case), "cpu")
-    args = [a.half() for a in args]
-    given, state = {}, first_state(1, "cpu")
-    if case == "packed":
-        given = {"cu_seqlens": torch.tensor([0, 17, 17, 19, 41], dtype=torch.int32)}
-        state = first_state(4, "cpu")
-        monkeypatch.setattr(tuning, "version", -1)
-        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
-    with bounds.strict():
-        found = everything(function, args, state, "triton_chunks", **given)
-    close(found, exact(function, args, state, **given), 1e-3)
+    stay_in_memory(kind, case, "triton_chunks", 1e-3, monkeypatch)
 
 
 def test_what_all_chunks_side_by_side_refuse() -> None:

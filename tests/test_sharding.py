@@ -175,7 +175,7 @@ def test_what_a_rule_does_not_allow_is_one_sentence(sharding: Any) -> None:
             (lambda: ridgeline.quantize_int8(x), "quantize_int8: its rule for DTensors does not allow this call"),
             (
                 lambda: ridgeline.rms_norm(x, weight),
-                "rms_norm: weight is a plain tensor with a gradient",
+                "rms_norm: weight needs a gradient and is a plain tensor",
             ),
             (lambda: ridgeline.dropout(x), "dropout: it has no rule"),
         ]

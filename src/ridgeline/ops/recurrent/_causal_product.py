@@ -26,7 +26,7 @@ BACKWARD = 11  # inputs of the backward launcher, which begin with the gradients
 
 
 class Pass(NamedTuple):
-    """out from a, b and c; a state's rows and columns are `row` and `column` elements apart."""
+    """out from a, b and c, contiguous (B, T, H, columns) in float32, and the states before and after, or None."""
 
     out: torch.Tensor
     a: torch.Tensor
@@ -47,7 +47,7 @@ class Pass(NamedTuple):
         return {"D": self.a.shape[3], "N": self.c.shape[3], "REVERSE": self.reverse, "TOKENS": TOKENS}
 
     def steps(self, turned: bool) -> tuple[int, int]:
-        """Steps of a state's rows and columns; `turned`: those of the state lie transposed."""
+        """Elements between a state's rows and columns. turned: the caller's states lie transposed."""
         return (1, self.a.shape[3]) if turned else (self.c.shape[3], 1)
 
 
