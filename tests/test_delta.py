@@ -165,6 +165,19 @@ def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_segments_without_states(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence in segments that begins with a state of zeros and gives none back."""
+    in_segments(monkeypatch)
+    function, args, given = inputs(kind, 1, 70, device, low=-0.1)
+    leaves = [[a.to(dtype).requires_grad_() for a in args] for dtype in (args[0].dtype, torch.float64)]
+    found, exactly = [
+        [o := function(*a, impl=impl, **given), *torch.autograd.grad(o, a, torch.ones_like(o))]
+        for a, impl in zip(leaves, ("triton", "naive"), strict=True)
+    ]
+    close(found, exactly, 5e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_segments_and_packed_sequences_in_half_precision(
     kind: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -380,8 +380,8 @@ def test_all_chunks_side_by_side_stay_in_their_memory(kind: str, case: str, monk
     stay_in_memory(kind, case, "triton_chunks", 1e-3, monkeypatch)
 
 
-def test_what_all_chunks_side_by_side_refuse() -> None:
-    wide, long = torch.randn(1, 4, 1, 160).half(), torch.randn(1, 4, 2, 8).half()
+def test_what_all_chunks_side_by_side_refuse(device: str) -> None:
+    wide, long = torch.randn(1, 4, 1, 160, device=device).half(), torch.randn(1, 4, 2, 8, device=device).half()
     for call, words in (
         (lambda: ridgeline.linear_attention(wide, wide, wide, impl="triton_chunks"), "at most 128 columns, got 160"),
         (lambda: ridgeline.gated_linear_attention(long, long, long, -long.abs(), impl="triton_chunks"), "per channel"),

@@ -660,9 +660,9 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
 
 
 @triton.jit
-def chain_segments(states, packing, form: tl.constexpr, REVERSE: tl.constexpr):
-    """From N and M of a sequence's segments the state before each, in order; or with time reversed the gradient of the
-    state after each, where M is transposed."""
+def chain_segments(both, starts, packing, form: tl.constexpr, REVERSE: tl.constexpr):
+    """From N and M of a sequence's segments, in `both`, the state before each, in order; or with time reversed the
+    gradient of the state after each, where M is transposed."""
     n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
     _start, tokens = find_span(packing, n)
     unit = packing.span * packing.unit
@@ -679,15 +679,15 @@ def chain_segments(states, packing, form: tl.constexpr, REVERSE: tl.constexpr):
     within = (depth < form.K)[:, None] & (depth < form.K)[None, :]
     size: tl.constexpr = form.K * (form.V + form.K)
     first = count - 1 if REVERSE else 0
-    state = tl.load(states.made + (room + first) * size + own, mask=inside, other=0.0)
-    at = states.made + (room + (count - 2 if REVERSE else 1)) * size
+    state = tl.load(both + (room + first) * size + own, mask=inside, other=0.0)
+    at = both + (room + (count - 2 if REVERSE else 1)) * size
     more = count > 2
     move = tl.load(at + form.V * form.K + square, mask=within & more, other=0.0)
     made = tl.load(at + own, mask=inside & more, other=0.0)
     for step in range(1, count - 1):
         segment = count - 1 - step if REVERSE else step
-        tl.store(states.starts + (room + segment) * (form.K * form.V) + own, state, mask=inside)
-        at = states.made + (room + (segment - 1 if REVERSE else segment + 1)) * size
+        tl.store(starts + (room + segment) * (form.K * form.V) + own, state, mask=inside)
+        at = both + (room + (segment - 1 if REVERSE else segment + 1)) * size
         more = step < count - 2  # the next segment's, under way while this one's product runs
         next_move = tl.load(at + form.V * form.K + square, mask=within & more, other=0.0)
         next_made = tl.load(at + own, mask=inside & more, other=0.0)
@@ -695,7 +695,7 @@ def chain_segments(states, packing, form: tl.constexpr, REVERSE: tl.constexpr):
             move = tl.trans(move)
         state = made + tl.dot(state, move, input_precision=form.PRECISION)
         move, made = next_move, next_made
-    tl.store(states.starts + (room + count - 1 - first) * (form.K * form.V) + own, state, mask=inside)
+    tl.store(starts + (room + count - 1 - first) * (form.K * form.V) + own, state, mask=inside)
 
 
 @triton.jit

@@ -276,7 +276,7 @@ def _join(plan: Plan, call: DeltaCall, states: ChunkStates, reverse: bool) -> No
     form = plan.form._replace(BV=16, PRECISION=call.precision if single else _thrice(gpu))
     facts: dict[str, Any] = {"num_warps": 8, "num_stages": 2 if gpu.capability == 90 else 1}
     grid = -(-form.V // 16), plan.pairs[1]
-    launch(chain_segments, grid, states, plan.packing, form=form, REVERSE=reverse, **facts)
+    launch(chain_segments, grid, states.made, states.starts, plan.packing, form=form, REVERSE=reverse, **facts)
 
 
 def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
