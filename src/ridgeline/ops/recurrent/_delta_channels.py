@@ -32,7 +32,7 @@ from ridgeline.ops.recurrent._delta import (
     tile_of,
 )
 from ridgeline.ops.recurrent._levels import crossings, joined, mask_at, right_rows, split_gates
-from ridgeline.ops.recurrent._scan import find_head, tile_at
+from ridgeline.ops.recurrent._scan import find_head, tile_at, to_tf32
 
 
 class BlockMasks(NamedTuple):
@@ -231,7 +231,7 @@ def _add(found, signs, place, x, C: tl.constexpr):
     if chosen.dtype == tl.bfloat16:
         found = tl.dot(chosen, x.to(tl.bfloat16), found)
     else:
-        found = tl.dot(chosen, x, found, input_precision="tf32")
+        found = tl.dot(chosen, to_tf32(x), found, input_precision="tf32")
     return found
 
 
@@ -243,7 +243,7 @@ def _add_whole(found, signs, place, x, C: tl.constexpr):
         high = x.to(tl.bfloat16)
         found = tl.dot(chosen, (x - high.to(tl.float32)).to(tl.bfloat16), tl.dot(chosen, high, found))
     else:
-        found = tl.dot(chosen, x, found, input_precision="tf32")
+        found = tl.dot(chosen, to_tf32(x), found, input_precision="tf32")
     return found
 
 

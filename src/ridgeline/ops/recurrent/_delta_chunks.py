@@ -88,8 +88,8 @@ def delta_tiles(gpu: device.Device, dtype: torch.dtype, kind: tuple[int, bool, b
         if gate == 1:
             return Tiles(64, BV, min(BV, 64), BK, (4, wide, 8), (3, 2), 168)
         if not low:
-            return Tiles(64, BV, min(BV, 64), min(BK, 32), (4, wide, 4), (2 if backward else 3, 1))
-        return Tiles(32, BV, min(BV, 32), min(BK, 32), (4, wide, 4), (3, 1))
+            return Tiles(64, BV, BV, min(BK, 32), (4, wide, 4), (2 if backward else 3, 1))
+        return Tiles(32, BV, min(BV, 32), 16, (4, wide, 4), (3, 1))
     BV = min(BV, 64 if BK <= 128 else 32)
     return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), (1, 1))
 
