@@ -26,6 +26,7 @@ from torch import nn
 import ridgeline
 from ridgeline import cli
 from ridgeline.lab import benchmark as clock
+from ridgeline.lm import lab as lm
 
 Run = Callable[[], Any]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,8 +110,12 @@ def profiles() -> dict[str, Callable[[], Run]]:
     return made
 
 
-def benchmark(description: str, make: Callable[[], Run], num_trials: int = 3) -> float | None:
-    """Prints a call's time and returns the median in milliseconds; None, with the reason, if it cannot run here."""
+def benchmark(
+    description: str, make: Callable[[], Run], num_trials: int = 3, record: Path | None = None
+) -> float | None:
+    """Prints a call's time and returns the median in milliseconds; None, with the reason, if it cannot run here.
+
+    record: append a row to this file of JSON lines."""
     try:
         found = clock(make(), budget=0.1 if SMALL else 1.0, min_reps=num_trials)
     except ridgeline.RidgelineError as error:
@@ -118,6 +123,8 @@ def benchmark(description: str, make: Callable[[], Run], num_trials: int = 3) ->
         return None
     low, high = (found.seconds[end] * 1e3 for end in ("low", "high"))
     print(f"benchmark({description!r}): {found.median * 1e3:.3f} ms (95%: {low:.3f} to {high:.3f})")
+    if record:
+        lm.record(record, [{"description": description, "seconds": found.seconds}], "lecture6")
     return found.median * 1e3
 
 
@@ -148,10 +155,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("lecture6"), help="write traces and flame graphs here (lecture6)"
     )
+    parser.add_argument("--record", type=Path, help="append the benchmarks' times to this file of JSON lines")
     options = parser.parse_args(arguments)
+    lm.recordable(options.record)
     chosen = [(d, make) for d, make in benchmarks() if options.name in d]
     for description, make in chosen:
-        benchmark(description, make)
+        benchmark(description, make, record=options.record)
     for description, make in profiles().items():
         if options.name in description:
             profile(description, make, options.out)

@@ -41,7 +41,7 @@ def emulate() -> None:
     replay.encoded = lambda pointer, view: bytes(128)  # type: ignore[assignment]
     devices.gpu, devices.here, devices.CPU = lambda index: card, lambda: card, card  # type: ignore[assignment]
     nothing = ctypes.CDLL(None).getauxval  # takes any number, and answers 0
-    cuda.driver_library = lambda: SimpleNamespace(cuLaunchKernelEx=nothing)  # type: ignore[assignment]
+    cuda.driver_library = lambda: SimpleNamespace(cuLaunchKernelEx=nothing, cuMemsetD8Async=ctypes.CDLL(None).getauxval)  # type: ignore[assignment]
     cuda.unavailable = select.cuda.unavailable = lambda: None  # type: ignore[assignment]
     boundary._load = load  # type: ignore[assignment]
     op.readable = lambda tensor: False

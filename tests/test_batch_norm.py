@@ -58,6 +58,17 @@ def test_many_numbers_with_a_large_mean(device: str) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_first_image_unlike_the_others(channels_last: bool, device: str) -> None:
+    """Sums are taken around the first tile's mean, which may be far from all other numbers."""
+    x = torch.randn(40, 2, 16, 20, device=device)
+    x[:7] += 1000
+    x = x.to(memory_format=LAST) if channels_last else x
+    y = ridgeline.batch_norm(x, training=True, impl=IMPL)
+    exact = ridgeline.batch_norm(x.double(), training=True, impl="naive")
+    torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_some_gradients(training: bool, device: str) -> None:
     """Each gradient alone is that of all together."""

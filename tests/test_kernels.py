@@ -459,6 +459,15 @@ def test_the_newer_assembler_for_the_gates_gradients(dtype: str, width: int) -> 
     assert not code.unwritten
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_experts_in_float32_have_whole_divisions_and_float64_sums(dtype: str) -> None:
+    moe, whole = op.registry()["moe"], dtype == "float32"
+    case = next(c for c in moe.cases if c.kwargs.get("activation") == "swiglu_oai" and "scales" not in c.kwargs)
+    found = inspect.resources(moe, moe.implementations["triton"], case, dtype, "sm_90")
+    code = "".join([r.texts["ptx"] for r in found])
+    assert [word in code for word in ("div.rn.f32", ".f64", "div.full.f32")] == [whole, whole, not whole]
+
+
 def _ptxas(folder: Path, version: str) -> str:
     """Returns the path of a script that says it is that ptxas."""
     path = folder / f"ptxas-{version}"

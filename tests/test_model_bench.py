@@ -200,6 +200,30 @@ def test_every_process_is_ended_after_an_interruption(monkeypatch):
     assert not any(process.process.is_alive() for process in started)
 
 
+def test_learning_rates(monkeypatch, house, capsys):
+    nested = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=4096))
+    assert model_step.rate("a folder", nested) == 1e-5
+    for width, rate in ((64, 2e-4), (1024, 2e-4), (1025, 2e-5), (3072, 2e-5), (3073, 1e-5), (1 << 14, 1e-5)):
+        config = SimpleNamespace(hidden_size=width)
+        config.get_text_config = lambda config=config: config
+        assert model_step.rate("a folder", config) == rate
+        assert model_step.rate("qwen3-0.6b", config) == 2e-4
+    rates = {name: size.rate for name, size in model_step.SIZES.items()}
+    assert rates.pop("llama-8b-8l") == 1e-5
+    assert rates.pop("gpt-oss-6l") == 2e-5
+    assert set(rates.values()) == {2e-4}  # the rows of these are recorded with it
+    built = {"work": WORK, "total_bytes": 0, "patched": None, "learning_rate": 1e-5}
+    Variants(monkeypatch, **{name: {"build": ("ok", built)} for name in model_step.VARIANTS})
+    rows = measured()
+    assert {row["learning_rate"] for row in rows.values()} == {1e-5}
+    older = {name: value for name, value in rows["eager"].items() if name != "learning_rate"}
+    model_table.show([*rows.values()])
+    model_table.show([older])
+    shown = capsys.readouterr().out
+    assert shown.count("losses of the first steps") == 2
+    assert shown.count("learning rate 1e-05") == 1
+
+
 @pytest.mark.parametrize(("seq", "window"), [(7, None), (7, 3), (7, 1), (3, 9)])
 def test_pairs(seq, window):
     met = torch.ones(seq, seq).tril()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ridgeline.lab.measurement import store
 from ridgeline.op import RidgelineError
 from ridgeline.parallel import (
     cluster,
@@ -50,7 +51,7 @@ EXAMPLES = {
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+    return store.load(ROOT / "results" / name)
 
 
 def job(model: str = "llama3-8b", sequences: int = 512, where: str = "dgx-h100", seq: int = 8192, **stack: Any) -> Job:
@@ -90,14 +91,13 @@ def test_recorded_rates_are_those_of_the_results() -> None:
         assert found.bandwidth == pytest.approx(statistics.median(r["copy"]["median"] for r in roofs), rel=0.01)
     kept = compute.recorded()
     attention = [r for r in rows("h200.jsonl") if r["type"] == "bench" and r["op"] == "attention"]
-    benches = {(r["case"], r["direction"]): r for r in attention if r["dtype"] == "bfloat16"}
+    benches = {(r["case"], r["direction"], r["impl"]): r for r in attention if r["dtype"] == "bfloat16"}
     for implementation, name in (("gluon", "ridgeline"), ("sdpa_cudnn", "cudnn"), ("sdpa_fa2", "fa2")):
         for dim, heads in ((64, 32), (128, 16)):
             for direction in ("forward", "backward"):
                 for place, seq in enumerate((1024, 2048, 4096, 8192, 16384)):
-                    row = benches[f"{16384 // seq}x{heads}x{seq}x{dim} causal", direction]
-                    one = next(r for r in row["rows"] if r["impl"] == implementation)
-                    share = row["flops"] / one["seconds"]["median"] / kept["roof"]
+                    row = benches[f"{16384 // seq}x{heads}x{seq}x{dim} causal", direction, implementation]
+                    share = row["flops"] / row["seconds"]["median"] / kept["roof"]
                     assert kept["attention"][name][f"{dim} {direction}"][place] == pytest.approx(share, rel=0.03)
 
 
@@ -239,7 +239,7 @@ def test_host_costs_are_those_of_the_results() -> None:
     found = rows("h200.jsonl")
     for op, implementation in served.items():
         these = [r for r in found if r["type"] == "bench" and r["op"] == op and r["direction"] == "forward"]
-        ran = [one for r in these for one in r["rows"] if one["impl"] == implementation and one["status"] == "ok"]
+        ran = [one for one in these if one["impl"] == implementation and one["status"] == "ok"]
         times = [one["host_us"] * 1e-6 for one in ran]
         assert host[f"{op} forward"] == pytest.approx(statistics.median(times), rel=0.02)
 

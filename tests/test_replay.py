@@ -1,5 +1,8 @@
 """Replays of launchers, on a CPU that emulates a GPU: pointers reach their kernels, and unrepeatable launchers run."""
 
+import ctypes
+import itertools
+import re
 import subprocess
 import sys
 import textwrap
@@ -9,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
-from ridgeline import codegen, replay, tuning
-from ridgeline.boundary import kernel_op
+from ridgeline import codegen, cuda, replay, tuning
+from ridgeline.boundary import kernel_op, observe
 from ridgeline.device import pretend
 from ridgeline.op import RidgelineError, dense_only
 from ridgeline.replay import Plans, recorder
@@ -30,11 +35,31 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     return []
 
 
+class Start:
+    """As `cuda.Starter`, but it only notes what it is given."""
+
+    def __init__(self, started: Started):
+        self.started = started
+
+    def __call__(self, x: int, y: int, z: int, stream: int, values: Any) -> None:
+        self.started.append(((x, y, z), tuple(values)))
+
+    def bound(self, grid: tuple[int, int, int], values: Any) -> Any:
+        return Bound(self, grid, values)
+
+
+class Bound:
+    def __init__(self, start: Start, grid: tuple[int, int, int], values: Any):
+        self.start, self.grid, self.fill = start, grid, values
+
+    def __call__(self, stream: int, values: Any) -> None:
+        self.start(*self.grid, stream, values)
+
+
 def door(started: Started) -> Callable[..., None]:
     """Does what `launch` does if a kernel's parameters are pointers and numbers."""
 
-    def start(x: int, y: int, z: int, stream: int, values: Any) -> None:
-        started.append(((x, y, z), tuple(values)))
+    start = Start(started)
 
     def launch(grid: tuple[int, int, int], *args: Any) -> None:
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
@@ -179,6 +204,21 @@ def test_torch_operations_beside_loose_numbers_are_not_repeated(started: Started
     assert len(runs) == 4
 
 
+def test_questions_about_dtypes_are_no_operations(started: Started) -> None:
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x, dtype=torch.promote_types(x.dtype, w.dtype))
+        launch((1, 1, 1), y, x, w)
+        return y
+
+    call, runs = counted(launcher, 2, 2)
+    for _ in range(4):
+        assert call(torch.ones(4).bfloat16(), torch.ones(4)).dtype == torch.float32
+    assert len(runs) == 2
+    assert len(started) == 4
+
+
 def test_new_configurations_are_used(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = door(started)
 
@@ -250,20 +290,13 @@ def same(x: torch.Tensor, w: torch.Tensor | None, fails: bool) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-STARTS: list[tuple[int, int, float]] = []
+STARTS: Started = []
 
 
 @kernel_op("toy_inner(Tensor x, float f) -> Tensor")
 def doubled(x: torch.Tensor, f: float) -> torch.Tensor:
     y = torch.empty_like(x)
-
-    def start(gx: int, gy: int, gz: int, stream: int, values: Any) -> None:
-        STARTS.append(tuple(values))
-
-    watching = recorder()
-    if watching is not None:
-        watching.started(start, (1, 1, 1), (y, x, f), (y.data_ptr(), x.data_ptr(), f))
-    start(1, 1, 1, 0, (y.data_ptr(), x.data_ptr(), f))
+    door(STARTS)((1, 1, 1), y, x, f)
     return y
 
 
@@ -282,7 +315,7 @@ def test_what_another_op_does_is_repeated(started: Started, monkeypatch: pytest.
     for n in range(5):
         x = torch.randn(3, 8)
         y, made = call(x, 7)
-        assert STARTS[-1] == (made.data_ptr(), x.data_ptr() + 32, 2.0)
+        assert STARTS[-1][1] == (made.data_ptr(), x.data_ptr() + 32, 2.0)
         assert started[-1][1] == (y.data_ptr(), made.data_ptr(), 7)
         assert made.shape == (2, 8)
         assert len(runs) == (n + 1 if loose else min(n + 1, 2))
@@ -585,3 +618,152 @@ def test_gradients_of_a_map_over_a_kernel_raise(name: str) -> None:
 
     with pytest.raises(RidgelineError, match="torch.func"):
         torch.func.grad(total)(torch.randn(3, 4, 8))
+
+
+class _Driver:
+    """Notes the memory that a start hands over: parameters and configuration, in one buffer."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+
+    def cuLaunchKernelEx(self, config: Any, function: Any, _: Any, extra: Any) -> int:
+        base, size = (ctypes.c_void_p * 5).from_address(extra.value)[1::2]
+        length = config.value - base + cuda.Starter.CONFIG.size
+        assert ctypes.c_size_t.from_address(size).value <= length
+        self.seen.append(ctypes.string_at(base, length))
+        return 0
+
+
+@pytest.mark.parametrize("layout", ["PqiPf", "0xP0xi4xP0x?7xP8x8x", "i4xPP128sif", "iqf", "P144sP", "?3xfd"])
+def test_a_bound_start_packs_as_any_other(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+    """Whichever parameters change; new streams, too."""
+    driver = _Driver()
+    monkeypatch.setattr(cuda, "driver_library", lambda: driver)
+    start = cuda.Starter(5, layout, 64, 9, 0, cluster=2, pdl=True)
+    codes = re.findall(r"(\d*[a-wyzA-Z?])", layout)
+    examples = {"P": (1 << 40, 3), "q": (-(1 << 35), 7), "i": (-5, 8), "f": (0.5, -2.0), "?": (True, False)}
+    examples |= {"d": (1.25, 3.0), "s": (bytes(range(100, 200)), b"another")}
+    for moving in itertools.product((False, True), repeat=len(codes)):
+        values = [examples[c[-1]][0] for c in codes]
+        bound = start.bound((3, 4, 5), [cuda.MOVING if moves else v for v, moves in zip(values, moving, strict=True)])
+        for turn, stream in enumerate((7, 7, 8)):
+            given = [examples[c[-1]][turn % 2 * moves] for c, moves in zip(codes, moving, strict=True)]
+            left = iter([v for v, moves in zip(given, moving, strict=True) if moves])
+            bound(stream, [next(left) if f is cuda.MOVING else f for f in bound.fill])
+            start(3, 4, 5, stream, given)
+            assert driver.seen[-1] == driver.seen[-2], (moving, turn)
+
+
+def test_small_temporaries_share_an_allocation(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that only kernels see; results stay apart. Zeros are the driver's."""
+    zeros: list[tuple[int, ...]] = []
+    monkeypatch.setattr(replay, "cleared", lambda *given: zeros.append(given))
+    launch = door(started)
+
+    def launcher(x: torch.Tensor, value: float) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = torch.empty(33, dtype=torch.float64), torch.empty(3, 4), torch.empty(1 << 18)
+        y, z = torch.empty_like(x), torch.empty(5, dtype=torch.int32)
+        wide, seen = torch.empty(6, 8)[:, :4], torch.empty(7)
+        for t in (parts[1], z, wide):
+            t.fill_(value)
+        seen.copy_(x[:7])
+        launch((1, 1, 1), y, z, *parts, wide, seen)
+        return y, z
+
+    for value in (0.0, 1.0, -0.0):
+        plans, runs = counted(launcher, 1, 2)
+        for _ in range(4):
+            zeros.clear()
+            y, z = plans(torch.randn(9), value)
+            places = started[-1][1]
+            assert places[:2] == (y.data_ptr(), z.data_ptr())
+            assert (y.untyped_storage().nbytes(), z.untyped_storage().nbytes()) == (36, 20)
+            assert not value or (z == value).all()
+        assert len(runs) == 2
+        driver = str(value) == "0.0"
+        assert (places[3] == places[2] + 512) == driver  # else torch fills it
+        assert zeros == [(places[3], 48, 0, 7), (places[1], 20, 0, 7)] * driver
+
+
+def test_a_guarded_call_takes_its_plan_at_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Sure` spares the op's own guard, unless anything may have changed that the public function's does not see."""
+    launch, missed = door(started), []
+
+    @kernel_op("toy_sure(Tensor x, Tensor w, float f) -> Tensor")
+    def op(x: torch.Tensor, w: torch.Tensor, f: float) -> torch.Tensor:
+        y = torch.empty_like(x)
+        launch((1, 1, 1), y, x, w, f)
+        return y
+
+    @by_kind(2, sure=True)
+    def look(x: torch.Tensor, w: torch.Tensor, name: str) -> tuple[None, Any]:
+        return None, None
+
+    def public(x: torch.Tensor, w: torch.Tensor, f: float) -> torch.Tensor:
+        return op(x, w, f, look(x, w, "name")[1])
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setitem(op.__globals__, "current", lambda: 0)
+    x, w, odd = torch.randn(3, 8), torch.randn(8), torch.randn(9)[1:]
+    for _ in range(6):
+        public(x, w, 1.0)
+    found = op.__globals__["quick"]
+
+    def quick(*near: Any) -> Any:
+        missed.append(near)
+        return found(*near)
+
+    monkeypatch.setitem(op.__globals__, "quick", quick)
+    for _ in range(3):
+        x, w = torch.randn(3, 8), torch.randn(8)
+        y = public(x, w, 1.0)
+        assert started[-1][1] == (y.data_ptr(), x.data_ptr(), w.data_ptr(), 1.0)
+    assert not missed
+
+    def sent_on(times: int = 1) -> bool:
+        there = len(missed) == times
+        missed.clear()
+        return there
+
+    public(x, w, 2.0)
+    assert sent_on()
+    public(x, odd, 1.0)
+    assert sent_on()
+    for _ in range(3):
+        public(x, w, 1.0)
+    missed.clear()
+    monkeypatch.setattr(tuning, "version", tuning.version + 1)
+    for _ in range(6):
+        public(x, w, 1.0)
+    assert sent_on(4)  # run, recorded, found by its key, by a guard
+    with forward_ad.dual_level():
+        public(x, w, 1.0)
+        assert sent_on()
+        with pytest.raises(RidgelineError, match="forward-mode"):
+            op(forward_ad.make_dual(x, x), w, 1.0, look(x, w, "name")[1])
+    missed.clear()
+    with observe(lambda _: None):
+        public(x, w, 1.0)
+    assert sent_on()
+    watched: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            watched.append(function)
+            return function(*args, **(kwargs or {}))
+
+    sure = look(x, w, "name")[1]
+    for call in (lambda: public(x, w, 1.0), lambda: op(x, w, 1.0, sure)):
+        watched.clear()
+        with Watch():
+            call()
+        assert torch.ops.ridgeline.toy_sure.default in watched
+    missed.clear()
+    public(x, w, 1.0)
+    assert not missed
+    for function in (op.__globals__["found"].__self__.values(),):
+        for plan in function:
+            monkeypatch.setitem(plan.__globals__, "current", lambda: 1)
+    monkeypatch.setitem(op.__globals__, "current", lambda: 1)
+    public(x, w, 1.0)  # another GPU
+    assert sent_on()

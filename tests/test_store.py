@@ -11,7 +11,7 @@ import pytest
 
 import fixture_rows
 from ridgeline.lab.analysis import ladder
-from ridgeline.lab.measurement import query, store
+from ridgeline.lab.measurement import columns, query, store
 from ridgeline.op import RidgelineError
 
 MACHINE = dict.fromkeys(store.MACHINE) | {"cpu": "a cpu"}
@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from ridgeline.lab.measurement.store import append
 for i in range(int(sys.argv[3])):
-    append(Path(sys.argv[1]), [{"schema": 2, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
+    append(Path(sys.argv[1]), [{"schema": 3, "type": "note", "run": sys.argv[2], "i": i, "text": "x" * (i % 977)}])
     if i == 0:
         print("started", flush=True)
 """
@@ -62,14 +62,14 @@ def test_a_kill_in_the_middle_tears_nothing(tmp_path):
     victim.wait(10)
     before = store.load(path)
     assert [row["i"] for row in before] == list(range(len(before)))
-    store.append(path, [{"schema": 2, "type": "note", "run": "next"}])
-    assert store.load(path) == [*before, {"schema": 2, "type": "note", "run": "next"}]
+    store.append(path, [{"schema": 3, "type": "note", "run": "next"}])
+    assert store.load(path) == [*before, {"schema": 3, "type": "note", "run": "next"}]
 
 
 @pytest.mark.parametrize("torn", ['{"schema": 2, "ty', "x" * 5000])
 def test_a_torn_line_is_left_out_and_then_healed(tmp_path, torn):
     path = tmp_path / "torn.jsonl"
-    row = {"schema": 2, "type": "note", "run": "a"}
+    row = {"schema": 3, "type": "note", "run": "a"}
     store.append(path, [row])
     with path.open("a") as file:
         file.write(torn)
@@ -134,7 +134,7 @@ def test_a_bad_file_does_not_hide_the_runs_before_it(capsys):
         store.Run(MACHINE).path.write_text('{"schema": 1, "type": "run", "run": "a"}\n')
     assert store.latest("cpu") == good.path
     said = capsys.readouterr().err
-    assert "was written by an older Ridgeline (schema 1); this one reads schema 2 (and 2 more)" in said
+    assert "was written by an older Ridgeline (schema 1); this one reads schemas 2 and 3 (and 2 more)" in said
     assert said.count("\n") == 1
 
 
@@ -200,12 +200,19 @@ def test_a_gain_is_between_two_times_of_one_run():
         (b"[1]\n", "line 1"),
         (b"\xff\xfe\n", "line 1"),
         (b'{"schema": 2, "type": "note", "run": "a"}\n{"sche\n{"schema": 2, "type": "note", "run": "a"}\n', "line 2"),
-        (b'{"schema": 3, "type": "run", "run": "a"}\n', "newer Ridgeline"),
+        (b'{"schema": 4, "type": "run", "run": "a"}\n', "newer Ridgeline"),
         (b'{"schema": 1, "type": "run", "run": "a"}\n', "older Ridgeline"),
         (b'{"schema": 2, "type": "bench", "run": "a", "rows": 3}\n', "line 1"),
         (b'{"schema": 2, "type": "bench", "run": "a", "rows": [3]}\n', "line 1"),
         (b'{"schema": 2, "type": "bench", "run": "a", "rows": [{}]}\n', "line 1, a bench row, has no valid 'op'"),
         (b'{"schema": 2, "type": 3, "run": "a"}\n', "line 1"),
+        (b'{"schema": 3, "type": "bench", "run": "a", "rows": {}}\n', "line 1 is not a row"),
+        (b'{"schema": 3, "type": "bench", "run": "a", "rows": {"impl": 3}}\n', "line 1 is not a row"),
+        (
+            b'{"schema": 3, "type": "bench", "run": "a", "rows": {"impl": ["b"], "law": [1, 2]}}\n',
+            "line 1 is not a row",
+        ),
+        (b'{"schema": 3, "type": "bench", "run": "a", "rows": {"impl": ["b"]}}\n', "a bench row, has no valid 'op'"),
     ],
 )
 def test_files_that_are_not_runs_are_one_sentence(tmp_path, content, says):
@@ -213,6 +220,61 @@ def test_files_that_are_not_runs_are_one_sentence(tmp_path, content, says):
     path.write_bytes(content)
     with pytest.raises(RidgelineError, match=says):
         store.load(path)
+
+
+TIMES = {"median": 2.0, "low": 1.0, "high": 3.0}
+DONE = {"impl": "a", "kind": "a", "peer": True, "status": "ok", "seconds": TIMES, "throttled": False, "held_bytes": 0}
+FAILED = {"impl": "b", "kind": "b", "peer": False, "status": "unsupported", "reason": "no"}
+GROUPS = [
+    [DONE],
+    [FAILED],
+    [DONE, FAILED | {"peer": True}, DONE | {"peer": False, "throttled": True}],
+    [DONE, DONE | {"impl": "c", "reason": "a note", "seconds": {"median": 1, "low": 1, "high": 1}}],
+    [FAILED | {"law": 0.5}, DONE, FAILED | {"reason": "no, too"}],
+    [FAILED | {"seconds": TIMES, "throttled": False}, DONE],
+    [{k: v for k, v in DONE.items() if k not in ("throttled", "seconds")}, DONE | {"held_bytes": 0.0}],
+    [DONE | {"samples": [1, 2], "law": 0}, DONE | {"samples": [1, 2], "law": False}],
+    [DONE | {"seconds": {"median": 1.0}}, DONE | {"tags": {}}],
+    [{k: v for k, v in DONE.items() if k != "throttled"}],
+]
+
+
+@pytest.mark.parametrize("rows", GROUPS)
+def test_columns_hold_rows_and_their_types(rows):
+    packed = columns.pack(rows)
+    read = columns.unpack(json.loads(json.dumps(packed)))
+    assert [json.dumps(row, sort_keys=True) for row in read] == [json.dumps(row, sort_keys=True) for row in rows]
+    assert json.dumps(columns.pack(read)) == json.dumps(packed)
+
+
+def test_columns_leave_out_what_is_usual_and_say_once_what_is_alike():
+    packed = columns.pack([DONE, FAILED, DONE | {"impl": "c"}])
+    assert packed == {
+        "impl": ["a", "b", "c"], "kind": ["a", "b", "a"], "peer": [True, False, True],
+        "status": ["ok", "unsupported", "ok"], "seconds": TIMES, "held_bytes": 0, "reason": "no",
+    }  # fmt: skip
+    assert columns.pack([DONE | {"peer": False}]).keys() == {"impl", "kind", "seconds", "held_bytes"}
+
+
+def test_an_older_recorded_file_reads_the_same(tmp_path):
+    """Rows one by one under `rows`, and a machine for each run, as files of schema 2 have them."""
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    first = fixture_rows.rows()
+    again = [row | {"run": "later"} for row in first[:2]]
+    rows = [store.OPTIONAL.get(row["type"], {}) | row for row in (*first, *again)]
+    with old.open("w") as file:
+        for row in rows:
+            inner = {k: v for k, v in row.items() if k not in store.WORK}
+            outer = {k: v for k, v in row.items() if k in store.WORK} | {"schema": 2}
+            file.write(json.dumps(outer | {"rows": [inner]} if row["type"] == "bench" else outer | inner) + "\n")
+    store.replace(new, rows)
+    assert store.load(old) == store.load(new) == rows
+    assert [json.loads(line)["machine"] for line in new.read_text().splitlines() if '"machine"' in line][1:] == [
+        rows[0]["run"]
+    ]
+    new.write_text(new.read_text().replace(f'"machine":"{rows[0]["run"]}"', '"machine":"none"'))
+    with pytest.raises(RidgelineError, match="a run row, has no valid 'machine'"):
+        store.load(new)
 
 
 def test_a_missing_file_is_one_sentence(tmp_path):

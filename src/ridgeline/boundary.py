@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ridgeline import device as devices
 from ridgeline import flops, tuning
-from ridgeline.codegen import Loose, interceptions
+from ridgeline.codegen import Before, Loose, interceptions
 from ridgeline.cuda import (
     SWIZZLES,
     Arranged,
@@ -55,6 +55,7 @@ class _Trace(threading.local):
 _trace = _Trace()
 _observers: list[Callable[[Launch], None]] = []
 launchers: dict[str, Callable[..., Any]] = {}  # by the registered op's name, for accounts of what they allocate
+called: dict[str, Callable[..., Any]] = {}  # what `kernel_op` returned, for those who may not import the op's module
 
 
 def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
@@ -102,7 +103,8 @@ def kernel_op(schema: str) -> Callable[[Callable[..., Any]], Any]:
         # A sparse tensor has no pointer and raises on its own: checking only then costs valid calls nothing.
         failed = "dense_only(op, [{tensors}])"
         plans, count = Plans(launcher, leading, loose), len(registered._schema.arguments)
-        return plans.front(count, interceptions(leading), names, failed)
+        called[name] = plans.front(count, interceptions(leading), names, failed)
+        return called[name]
 
     return register
 
@@ -113,7 +115,7 @@ def repeated(launcher: Callable[..., Any], leading: int, count: int) -> Callable
     """
     seen = "seen = observers or devices.stand_in is not None or tuning.current_listener is not None"
     names = {"observers": _observers, "devices": devices}
-    return Plans(launcher, leading).front(count, ([seen], ["if seen: return launcher({args})"]), names)
+    return Plans(launcher, leading).front(count, Before([seen], ["if seen: return launcher({args})"]), names)
 
 
 def _through(registered: Any, op: str) -> Callable[..., Any]:
@@ -170,6 +172,9 @@ def written(*tensors: torch.Tensor | None) -> None:
     """Tells autograd that a kernel wrote to tensors: what saved them earlier then raises in backward."""
     if not torch.compiler.is_compiling():
         torch._C._increment_version([t for t in tensors if t is not None])  # as autograd.graph.increment_version
+
+
+bumped: Callable[[Sequence[torch.Tensor]], None] = torch._C._increment_version  # as `written`, where nothing compiles
 
 
 def _no_tangents(*args: Any) -> None:

@@ -9,7 +9,7 @@ its result and starts one kernel, the functions are:
     def looked(t0, a0):
         if compiling(): return look(t0, a0)
         try:
-            near = t0.shape, a0, (type(a0), *map(type, a0)) if isinstance(a0, tuple) else type(a0), autocast()
+            near = t0.shape, t0.dtype, a0, (type(a0), *map(type, a0)) if isinstance(a0, tuple) else type(a0), autocast()
             some = quick(near, none)
         except (AttributeError, RuntimeError, TypeError):
             some = none
@@ -30,9 +30,9 @@ its result and starts one kernel, the functions are:
         if found is None: return learn(key, t0, a0)
         return remember(near, found, t0)
 
-    def call(t0, a0):
+    def call(t0, a0, sure=None):
         seen = False
-        near = t0.shape, tuning.version, a0
+        near = t0.shape, t0.dtype, tuning.version, a0
         try:
             some = quick(near, none)
         except TypeError:
@@ -40,7 +40,9 @@ its result and starts one kernel, the functions are:
         if not seen:
             for plan, check in some:
                 m = plan(check, t0)
-                if m is not missed: return m
+                if m is missed: continue
+                if sure is not None: sure.keep((tuning.version, a0,), plan)
+                return m
         i = t0.get_device()
         if i < 0 or i != current(): return launcher(t0, a0)
         k0 = t0.shape, t0.stride(), t0.dtype, t0.data_ptr() & 15, t0.get_device()
@@ -54,18 +56,22 @@ its result and starts one kernel, the functions are:
         if not check(t0): return missed
         p0 = t0.data_ptr()
         if current() != 0 or p0 & 15: return missed
-        m0 = empty(n7, n8, n9); p1 = m0.data_ptr()
+        m0 = empty(n8, n9, n10); p1 = m0.data_ptr()
         s = stream(0)
-        n11(4, 1, 1, s, (p1, p0, n10,))
+        n12(s, (p1, p0, n11,))
         return m0
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
+
+from ridgeline.cuda import MOVING
 from ridgeline.op import OWN
 
 
@@ -91,9 +97,9 @@ class Seen(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of a launcher: a kernel's start, or a torch operation (without a grid)."""
+    """One step of a launcher: a kernel's start by a `cuda.Starter`, or a torch operation (without a grid)."""
 
-    function: Callable[..., Any]
+    function: Any
     grid: tuple[int, int, int] | None
     sources: list[Any]
     named: dict[str, Any]
@@ -148,7 +154,7 @@ def looked(
     lines = [
         f"if compiling(): return look({args})",
         "try:",
-        f"    near = t0.shape, {', '.join(told)}",
+        f"    near = t0.shape, t0.dtype, {', '.join(told)}",
         "    some = quick(near, none)",
         "except (AttributeError, RuntimeError, TypeError):",  # nested tensors have no shape, lists no hash
         "    some = none",
@@ -185,10 +191,20 @@ def _fits(there: Sequence[bool]) -> str:
     return f"{''.join(first)}check({', '.join(f't{n}' for n, given in enumerate(there) if given)})"
 
 
-def interceptions(leading: int) -> tuple[list[str], list[str]]:
+class Before(NamedTuple):
+    """Lines of a front: those that come first, and those before a kind is looked up by all its facts; they may return.
+
+    The first ones set `seen` if the launcher must run. straight: whether a call that has passed the guard of a public
+    function may take its plan at once; without it, none may."""
+
+    all: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+    straight: str = ""
+
+
+def interceptions(leading: int) -> Before:
     """Returns lines of a registered op's front: what hands a call to torch's dispatcher, or to the launcher.
 
-    The first ones come before all else, the others before a kind is looked up by all its facts.
     Their globals: compiling, registered, forward, no_tangents, own, modes, transforms, through, observers, devices and
     tuning."""
     # Something traces, intercepts or transforms torch's operations, or the dispatcher must resolve a lazy negation or
@@ -201,30 +217,31 @@ def interceptions(leading: int) -> tuple[list[str], list[str]]:
         "if modes() or transforms(): return through({args})",
         "seen = observers or devices.stand_in is not None or tuning.current_listener is not None",
     ]
-    return first, [f"if {' or '.join(watched)}: return through({{args}})", "if seen: return launcher({args})"]
+    unknown = [f"if {' or '.join(watched)}: return through({{args}})", "if seen: return launcher({args})"]
+    odd = "modes() or transforms() or observers or tuning.current_listener is not None or forward._current_level >= 0"
+    return Before(first, unknown, f"not ({odd} or devices.stand_in is not None)")
 
 
 def front(
     leading: int,
     count: int,
     loose: Sequence[str],
-    before: tuple[Sequence[str], Sequence[str]],
+    before: Before,
     failed: str | None,
     names: dict[str, Any],
 ) -> Callable[..., Any]:
     """Returns the function of an op's `count` arguments that repeats a plan or runs the launcher.
 
-    loose: the arguments that are not part of the kind. before: lines to run first, and lines to run unless a guard
-    knows the call; they may return. The first ones set `seen` if the launcher must run.
+    loose: the arguments that are not part of the kind. The function also takes `sure`, a `replay.Sure` or None.
     failed: a line to run if anything after the first line raises a RuntimeError, before that is raised again.
     names: launcher, learn, found, quick, remember, tuning, current and what `before` and `failed` use."""
     tensors = [f"t{n}" for n in range(leading)]
     args = [*tensors, *(f"a{n}" for n in range(count - leading))]
     whole, kept = ", ".join(args), [a for a in args[leading:] if a not in loose]
     given, facts = ", ".join([*tensors, *loose]), ["tuning.version", *kept]
-    lines = [line.format(args=whole) for line in before[0] or ["seen = False"]]
+    lines = [line.format(args=whole) for line in before.all or ["seen = False"]]
     lines += [
-        f"near = t0.shape, {', '.join(facts)}",
+        f"near = t0.shape, t0.dtype, {', '.join(facts)}",
         "try:",
         "    some = quick(near, none)",
         "except TypeError:",  # symbolic sizes have no hash
@@ -232,9 +249,11 @@ def front(
         "if not seen:",
         "    for plan, check in some:",
         f"        m = plan(check, {given})",
-        "        if m is not missed: return m",
+        "        if m is missed: continue",
+        f"        if sure is not None: sure.keep(({', '.join(facts)},), plan)",
+        "        return m",
     ]
-    lines += [line.format(args=whole) for line in before[1]]
+    lines += [line.format(args=whole) for line in before.unknown]
     lines += ["i = t0.get_device()", f"if i < 0 or i != current(): return launcher({whole})"]
     for n, t in enumerate(tensors):
         kind = f"k{n} = {t}.shape, {t}.stride(), {t}.dtype, {t}.data_ptr() & 15, {t}.get_device()"
@@ -249,7 +268,14 @@ def front(
     if failed is not None:
         last = failed.format(tensors=", ".join(tensors))
         lines[1:] = ["try:", *["    " + line for line in lines[1:]], "except RuntimeError:", "    " + last, "    raise"]
-    return function("call", args, lines, names | {"none": (), "missed": MISSED, "always": always})
+    if before.straight:
+        same = f"sure is not None and sure.near == ({', '.join(facts)},)"
+        lines[:0] = [
+            f"if {same} and {before.straight}:",
+            f"    m = sure.plan({given})",
+            "    if m is not missed: return m",
+        ]
+    return function("call", [*args, "sure=None"], lines, names | {"none": (), "missed": MISSED, "always": always})
 
 
 MISSED = object()  # what a plan returns for a call that is not of its kind
@@ -260,12 +286,20 @@ def always(*_: Any) -> bool:
     return True
 
 
+def _bytes(kind: tuple[Any, ...]) -> int:
+    """Bytes from the first to the last element of an allocation: (shape, stride, dtype)."""
+    shape, stride, dtype = kind
+    return (sum([(n - 1) * s for n, s in zip(shape, stride, strict=True)]) + 1) * dtype.itemsize if all(shape) else 0
+
+
 class PlanWriter:
     """Writes the function that repeats recorded steps.
 
     given: for each of the known tensors that are arguments, its address modulo 16, or None if it is not there.
     index: of the GPU. kinds: shape, stride and dtype of each allocation after them.
-    names: current, empty, stream, encoded and view."""
+    names: current, empty, stream, encoded, cleared and view."""
+
+    SMALL, APART = 1 << 18, 512  # bytes of temporaries that share one allocation, and between them as in torch's
 
     def __init__(
         self,
@@ -284,6 +318,8 @@ class PlanWriter:
         """results: the numbers of the allocations that the launcher returned. several: whether as a tuple."""
         seen = [s for step in steps for s in (*step.sources, *step.named.values()) if isinstance(s, tuple)]
         used = {s[0] - self.given for s in seen} | set(results)  # not empty tensors
+        clears = [self.clears(step) for step in steps]
+        torchs = [step for step, size in zip(steps, clears, strict=True) if not (step.grid or size)]
         there = [at is not None for at in self.aligned]
         fits = _fits(there)
         self.lines = [f"if not {f'({fits})' if ' and ' in fits else fits}: return missed"]
@@ -292,23 +328,61 @@ class PlanWriter:
         even = [f"p{n}" for n, at in enumerate(self.aligned) if at == 0]
         odd += [f"({' | '.join(even)}) & 15" if len(even) > 1 else f"{even[0]} & 15"] if even else []
         self.lines += [f"if current() != {self.index} or {' or '.join(odd)}: return missed"]
-        self.lines += [
-            f"m{n} = empty({', '.join(map(self.name, kind))}); p{self.given + n} = m{n}.data_ptr()"
-            for n, kind in enumerate(self.kinds)
-            if n in used
-        ]
-        self.lines += [f"s = stream({self.index})"] if any(step.grid for step in steps) else []
-        for step in steps:
+        tensors = [s for step in torchs for s in (*step.sources, *step.named.values()) if type(s) is Seen]
+        self.allocate(used, {s.number - self.given for s in tensors} | set(results))
+        self.lines += [f"s = stream({self.index})"] if any(step.grid for step in steps) or any(clears) else []
+        for step, size in zip(steps, clears, strict=True):
             if step.grid:
-                taken = f"{', '.join(map(str, step.grid))}, s, ({', '.join(map(self.parameter, step.sources))},)"
-            else:
-                named = [f"{k}={self.operand(v)}" for k, v in step.named.items()]
-                taken = ", ".join([*map(self.operand, step.sources), *named])
+                self.lines.append(self.start(step))
+                continue
+            if size:
+                self.lines.append(f"cleared(p{step.sources[0].number}, {size}, {self.index}, s)")
+                continue
+            named = [f"{k}={self.operand(v)}" for k, v in step.named.items()]
+            taken = ", ".join([*map(self.operand, step.sources), *named])
             self.lines.append(f"{self.name(step.function)}({taken})")
         returned = ", ".join(f"m{n}" for n in results)
         self.lines.append(f"return ({returned},)" if several else f"return {returned}")
-        tensors = [f"t{n}" for n in range(self.given)]
-        return function("plan", ["check", *tensors, *self.loose], self.lines, self.names)
+        parameters = [*[f"t{n}" for n in range(self.given)], *self.loose]
+        made: Any = function("plan", ["check", *parameters], self.lines, self.names)
+        made.sure = cache(lambda: function("sure", parameters, self.lines[1:], self.names))
+        return made
+
+    def allocate(self, used: set[int], whole: set[int]) -> None:
+        """Writes the allocations that are used. Small ones that no torch operation and no caller sees share one."""
+        sizes = [_bytes(kind) for kind in self.kinds]
+        inner = [n for n, size in enumerate(sizes) if n in used - whole and 0 < size <= self.SMALL]
+        places, total = {}, 0
+        for n in inner if len(inner) > 1 else ():
+            places[n] = total
+            total += -(-sizes[n] // self.APART) * self.APART
+        for n, kind in enumerate(self.kinds):
+            if n in used and n not in places:
+                taken = ", ".join(map(self.name, kind))
+                self.lines.append(f"m{n} = empty({taken}); p{self.given + n} = m{n}.data_ptr()")
+        if places:
+            taken = ", ".join(map(self.name, ((total,), (1,), torch.uint8)))
+            parts = [f"p{self.given + n} = w + {at}" for n, at in places.items()]
+            self.lines.append(f"m = empty({taken}); w = m.data_ptr(); {'; '.join(parts)}")
+
+    def clears(self, step: Step) -> int | None:
+        """Returns the bytes of the allocation that a step fills with zeros, or None if it does something else."""
+        if step.function is not torch.Tensor.fill_ or step.named or type(step.sources[0]) is not Seen:
+            return None
+        tensor, value = step.sources
+        kind = self.kinds[tensor.number - self.given] if tensor.number >= self.given else None
+        if kind is None or tensor.shape is not None or str(value) not in ("0", "0.0"):
+            return None
+        return _bytes(kind) if _bytes(kind) == math.prod(kind[0]) * kind[2].itemsize else None
+
+    def start(self, step: Step) -> str:
+        """Returns the line of a kernel's start, which gives the parameters that differ between calls."""
+        moving = [self.parameter(s) if isinstance(s, tuple) or type(s) is Loose else None for s in step.sources]
+        values = [s if m is None else MOVING for s, m in zip(step.sources, moving, strict=True)]
+        bound, given = step.function.bound(step.grid, values), iter([m for m in moving if m is not None])
+        taken = [next(given) if v is MOVING else self.name(v) for v in bound.fill]
+        # Python calls a method sooner than an object.
+        return f"{self.name(bound.__call__)}(s, ({', '.join(taken)}{',' * bool(taken)}))"
 
     def name(self, value: Any) -> str:
         """Returns a new global's name for a value."""
@@ -317,12 +391,12 @@ class PlanWriter:
         return name
 
     def parameter(self, source: Any) -> str:
-        """Returns a kernel's parameter: a pointer with an offset, perhaps in a tensor map, or a number."""
-        if isinstance(source, tuple):
-            number, offset, *view = source
-            pointer = f"p{number} + {offset}" if offset else f"p{number}"
-            return f"encoded({pointer}, {self.name(view[0])})" if view else pointer
-        return source.name if type(source) is Loose else self.name(source)
+        """Returns a kernel's parameter: a pointer with an offset, perhaps in a tensor map, or a loose number."""
+        if not isinstance(source, tuple):
+            return source.name
+        number, offset, *view = source
+        pointer = f"p{number} + {offset}" if offset else f"p{number}"
+        return f"encoded({pointer}, {self.name(view[0])})" if view else pointer
 
     def operand(self, value: Any) -> str:
         """Returns an operand of a torch operation: one name per distinct view, so that torch sees an in-place sum as

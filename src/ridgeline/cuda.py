@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import pickle
+import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -170,21 +171,15 @@ class Starter:
         what: str = "a kernel",
     ):
         self.what = f"{what} with {threads} threads and {shared} bytes of shared memory"
-        self.facts, self.index = (threads, 1, 1, shared), index
+        self.facts, self.index, self.function, self.layout = (threads, 1, 1, shared), index, function, layout
         # CUlaunchAttribute: an id (2: cooperative; 4: cluster size; 6: programmatic dependent launch), padding, and
         # a union of 64 bytes.
         wanted = [struct.pack("@I4x3I52x", 4, cluster, 1, 1)] * (cluster > 1)
         wanted += [struct.pack("@I4xI60x", code, 1) for code, asked in ((6, pdl), (2, cooperative)) if asked]
         self.attribute = ctypes.create_string_buffer(b"".join(wanted))
         self.attributes = ctypes.addressof(self.attribute), len(wanted)
-        size = struct.calcsize("@" + layout)
         self.begin = struct.calcsize("@" + layout + "0P")  # of the config
-        self.memory = ctypes.create_string_buffer(self.begin + self.CONFIG.size)
-        self.size = ctypes.c_size_t(size)
-        base = ctypes.addressof(self.memory)
-        self.extra = (ctypes.c_void_p * 5)(1, base, 2, ctypes.addressof(self.size), 0)
-        pointers = base + self.begin, function, 0, ctypes.addressof(self.extra)
-        self.arguments = tuple(map(ctypes.c_void_p, pointers))
+        self.memory, self.arguments, self._kept = self.room()
         self.lock, self.stream, self.launch = threading.Lock(), -1, driver_library().cuLaunchKernelEx
         self.pack = struct.Struct("@" + layout + "0P3I").pack_into
 
@@ -200,6 +195,92 @@ class Starter:
                 code = self.launch(*self.arguments)
         if code:
             _check(code, f"{self.what}, grid {x, y, z}")
+
+    def room(self) -> tuple[Any, tuple[Any, ...], Any]:
+        """Returns a buffer for parameters and config, the driver call's arguments, and what these point to."""
+        memory = ctypes.create_string_buffer(self.begin + self.CONFIG.size)
+        size, base = ctypes.c_size_t(struct.calcsize("@" + self.layout)), ctypes.addressof(memory)
+        extra = (ctypes.c_void_p * 5)(1, base, 2, ctypes.addressof(size), 0)
+        pointers = base + self.begin, self.function, 0, ctypes.addressof(extra)
+        return memory, tuple(map(ctypes.c_void_p, pointers)), (size, extra)
+
+    def bound(self, grid: tuple[int, int, int], values: Sequence[Any]) -> Bound:
+        """Returns the start of this grid and these parameters; those that are `MOVING` are given at each start."""
+        return Bound(self, grid, values)
+
+
+def cleared(pointer: int, size: int, index: int, stream: int) -> None:
+    """Fills memory of a GPU with zeros; torch's own way takes the host several times as long."""
+    clear = _clear()
+    code = clear(pointer, 0, size, stream)
+    if code == Starter.INVALID_CONTEXT:
+        ensure_context(index)
+        code = clear(pointer, 0, size, stream)
+    if code:
+        _check(code, f"filling {size} bytes with zeros")
+
+
+@cache
+def _clear() -> Any:
+    clear = driver_library().cuMemsetD8Async
+    clear.argtypes = ctypes.c_void_p, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_void_p
+    return clear
+
+
+MOVING = object()
+
+
+class Bound:
+    """Starts a kernel as `Starter` does, with parameters of which most stay: they are packed once.
+
+    fill: what stands between the parameters that are given at each start: MOVING for each of these, and the bytes
+    between two that are not neighbours. A start takes a list of that form."""
+
+    def __init__(self, starter: Starter, grid: tuple[int, int, int], values: Sequence[Any]):
+        self.starter, self.grid, self.lock, self.stream = starter, grid, threading.Lock(), -1
+        self.memory, self.arguments, self._kept = starter.room()
+        self.launch, self.fill = starter.launch, []
+        codes, places = _split(starter.layout)
+        zeros = [b"" if code[-1] == "s" else 0 for code in codes]
+        starter.pack(self.memory, 0, *[z if v is MOVING else v for v, z in zip(values, zeros, strict=True)], *grid)
+        layout, self.at, end = "=", 0, None
+        for value, code, place in zip(values, codes, places, strict=True):
+            if value is not MOVING:
+                continue
+            if end is None:
+                self.at = end = place
+            if place > end:
+                layout += f"{place - end}s"
+                self.fill.append(self.memory[end:place])
+            layout += code.replace("P", "Q")
+            self.fill.append(MOVING)
+            end = place + struct.calcsize("=" + code.replace("P", "Q"))
+        self.pack = struct.Struct(layout).pack_into
+
+    def __call__(self, stream: int, values: Sequence[Any]) -> None:
+        with self.lock:
+            if stream != self.stream:
+                s = self.starter
+                s.CONFIG.pack_into(self.memory, s.begin, *self.grid, *s.facts, stream, *s.attributes)
+                self.stream = stream
+            self.pack(self.memory, self.at, *values)
+            code = self.launch(*self.arguments)
+            if code == Starter.INVALID_CONTEXT:
+                ensure_context(self.starter.index)
+                code = self.launch(*self.arguments)
+        if code:
+            _check(code, f"{self.starter.what}, grid {self.grid}")
+
+
+def _split(layout: str) -> tuple[list[str], list[int]]:
+    """Returns the codes of a native `struct` layout that hold a value each, and their offsets."""
+    codes, places, before = [], [], ""
+    for count, code in re.findall(r"(\d*)([a-zA-Z?])", layout):
+        before += count + code
+        if code != "x":
+            codes.append(count + code)
+            places.append(struct.calcsize("@" + before) - struct.calcsize("=" + (count + code).replace("P", "Q")))
+    return codes, places
 
 
 _ELEMENT = {

@@ -11,6 +11,7 @@ The gated product takes a sixth of what a layer of Llama saves for backward, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 import ridgeline
+from ridgeline.boundary import Function, called, differentiate
 from ridgeline.op import get
 from ridgeline.select import eager
 
@@ -77,7 +79,7 @@ def _save(x: Tensor) -> tuple[Tensor, Normalised | None]:
     return source.x, source
 
 
-class _Linears(torch.autograd.Function):
+class _Linears(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, kept: Tensor | None, source: Normalised | None, count: int, *given: Tensor | None
@@ -121,7 +123,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
     if not wanted or torch.compiler.is_compiling() or autocast(x) is not None:
         return tuple(F.linear(x, w, b) for w, b in zip(weights, given[len(weights) :], strict=True))
     kept = _save(x) if any(w.requires_grad for w in weights) else (None, None)
-    return _Linears.apply(x, *kept, len(weights), *given)
+    return differentiate(_Linears, x, *kept, len(weights), *given)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -131,13 +133,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return linears(x, [weight], [bias])[0]
 
 
+@cache
+def _again() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    get("gated_linear")  # registers it
+    return called["gated_linear_again"]
+
+
 def _undo_gate(dy: Tensor, z: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of z and up, and activation(z) * up again: in one pass if kernels serve the gate."""
     op = get("silu_mul" if activation == "silu" else "gelu_mul")
     if eager(op, None, z, up) is None:
-        get("gated_linear")  # registers the op
-        given = dy.contiguous(), z.contiguous(), up.contiguous()
-        return torch.ops.ridgeline.gated_linear_again(*given, activation)
+        return _again()(dy.contiguous(), z.contiguous(), up.contiguous(), activation)
     z, up = z.detach().requires_grad_(), up.detach().requires_grad_()
     with torch.enable_grad():
         y = gate(z, up, activation)
@@ -145,7 +151,7 @@ def _undo_gate(dy: Tensor, z: Tensor, up: Tensor, activation: str) -> tuple[Tens
     return dz, dup, y.detach()
 
 
-class _GatedMLP(torch.autograd.Function):
+class _GatedMLP(Function):
     """first, second: the products' weights, or both in first if second is None: gate in its first half."""
 
     @staticmethod
@@ -209,4 +215,4 @@ def gated_mlp(
         first, second = given[1].chunk(2) if up_weight is None else given[1:3]
         y: Any = ridgeline.gated_linear(given[0], first, second, activation=activation)
         return F.linear(y, given[3], given[4])
-    return _GatedMLP.apply(*given, activation, recompute_products, *_save(given[0]))
+    return differentiate(_GatedMLP, *given, activation, recompute_products, *_save(given[0]))

@@ -16,16 +16,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline import tuning
-from ridgeline.codegen import Loose, PlanWriter, Seen, Step, front
-from ridgeline.cuda import Arranged, Starter, TensorMap, encoded
+from ridgeline.codegen import Before, Loose, PlanWriter, Seen, Step, front
+from ridgeline.cuda import Arranged, TensorMap, cleared, encoded
 
-Start = Callable[[int, int, int, int, Sequence[Any]], None]  # grid x, y, z, stream, kernel parameters
+
+class Start(Protocol):
+    """What starts a kernel, such as a `cuda.Starter`."""
+
+    def __call__(self, x: int, y: int, z: int, stream: int, values: Sequence[Any], /) -> None:
+        """values: the kernel's parameters."""
+
 
 _ALLOCATIONS = frozenset(
     (
@@ -47,6 +53,7 @@ _WRITING: dict[Any, Callable[..., Any]] = {  # what a recorder sees: the faster 
     torch.ops.aten.copy_.default: torch.Tensor.copy_,
     torch.ops.aten.fill_.Scalar: torch.Tensor.fill_,
 }
+_OF_DTYPES = frozenset((torch.ops.aten.promote_types.default, torch.ops.aten.result_type.Tensor))
 _view = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]  # faster than as_strided
 _empty = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]  # as in the code of torch.compile
 _Guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -96,7 +103,7 @@ class Recorder(TorchDispatchMode):
         elif function in _WRITING and not self.loose:
             named = {k: self.seen(v) for k, v in (kwargs or {}).items()}
             self.steps.append(Step(_WRITING[function], None, [self.seen(a) for a in args], named))
-        elif not function.is_view:
+        elif not (function.is_view or function in _OF_DTYPES):
             self.repeatable = False
         return result
 
@@ -125,8 +132,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(start, Arranged):
             sources = [sources[n] if view is None else (*sources[n], view(values[n])) for n, view in start.takes]
             start = start.starter
-        begin = start.__call__ if isinstance(start, Starter) else start  # Python calls a method sooner than an object
-        self.steps.append(Step(begin, grid, sources, {}))
+        self.steps.append(Step(start, grid, sources, {}))
 
     def source(self, arg: Any, value: Any) -> Any:
         """Returns the parameter itself or, for a tensor or tensor map, (number of a known tensor, offset in bytes)."""
@@ -170,6 +176,7 @@ class Recorder(TorchDispatchMode):
             "stream": torch._C._cuda_getCurrentRawStream,
             "current": torch._C._cuda_getDevice,
             "encoded": encoded,
+            "cleared": cleared,
             "view": _view,
         }
         writer = PlanWriter(self.aligned, index, kinds, self.loose, names)
@@ -214,6 +221,23 @@ class Guarded:
         self.added.clear()
 
 
+class Sure:
+    """What the front of a registered op did last for the calls that pass one guard of a public function.
+
+    Such calls hand the op tensors of one kind, so that their plan needs no second guard; it checks addresses alone.
+    near: the version of the configurations and the op's other arguments, which must be the same. plan: without guard.
+    """
+
+    __slots__ = ("near", "plan")
+
+    def __init__(self) -> None:
+        self.near: Any = None
+        self.plan: Any = None
+
+    def keep(self, near: Any, plan: Any) -> None:
+        self.near, self.plan = near, plan.sure()
+
+
 class Plans:
     """The plans of one launcher, by kind of call.
 
@@ -230,7 +254,7 @@ class Plans:
     def front(
         self,
         count: int,
-        before: tuple[Sequence[str], Sequence[str]] = ((), ()),
+        before: Before | None = None,
         names: dict[str, Any] | None = None,
         failed: str | None = None,
     ) -> Callable[..., Any]:
@@ -241,7 +265,7 @@ class Plans:
         known = {"launcher": self.launcher, "learn": self.learn, "found": self.found.get, "tuning": tuning}
         known |= {"quick": self.guarded.found.get, "remember": self.remember}
         known["current"] = getattr(torch._C, "_cuda_getDevice", None)  # absent in builds without CUDA
-        return front(self.leading, count, list(self.loose.values()), before, failed, known | (names or {}))
+        return front(self.leading, count, list(self.loose.values()), before or Before(), failed, known | (names or {}))
 
     def remember(self, near: Any, plan: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
         """Lets calls like this one find their plan by a guard."""

@@ -14,7 +14,7 @@ from ridgeline import codegen, cuda
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED, tracing
 from ridgeline.op import CHECK, LOADED, OWN, Implementation, Op, RidgelineError, dense_only
-from ridgeline.replay import KINDS, Guarded
+from ridgeline.replay import KINDS, Guarded, Sure
 
 
 @cache
@@ -188,6 +188,7 @@ def by_kind(
     strides: bool = False,
     gradients: bool = False,
     plain: bool = False,
+    sure: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator for a function that examines an op's arguments: it caches the findings by kind of call.
 
@@ -199,6 +200,8 @@ def by_kind(
     others: the annotations of the other arguments, if the function takes any number. The function raises for an
     argument that its annotation does not allow.
     plain: also cache calls on a GPU that plain PyTorch serves; its rungs' `supports` may then use the same facts alone.
+    sure: the findings end with None, and with a `replay.Sure` for calls that pass a guard. The public function may give
+    that to one registered op, if all tensors of the op's call follow from the tensors here.
     """
 
     def decorate(look: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
@@ -209,6 +212,8 @@ def by_kind(
 
         def remember(near: Any, found: tuple[Any, ...], *tensors: torch.Tensor | None) -> tuple[Any, ...]:
             fits = codegen.fitting(tuple([t is not None for t in tensors]))
+            if sure:
+                found = (*found[:-1], Sure())
             guarded.add(near, tensors, lambda check: (fits, check, found))
             return found
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=float, default=0.5, metavar="S", help="seconds for the timing of each row (0.5)")
     add("--limit", type=float, default=2.0, metavar="S", help="leave out a row if a call takes longer (2)")
     add("--device", choices=("cuda", "cpu"), help="the GPU if there is one")
-    add("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
+    lab.record_flag(parser)
     add("--json", action="store_true", help="print JSON")
 
 
@@ -219,6 +218,7 @@ def main(options: argparse.Namespace) -> int:
     options.impls = options.impls or DEFAULTS[options.grid].split(",")
     for name in options.impls:
         implementation(name)
+    lab.recordable(options.record)
     rows = list(measured(options, device))
     if options.record:
         lab.record(options.record, rows, "attention")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from ridgeline import cuda
 from ridgeline.lm import lab
 from ridgeline.lm.lab import units
-from ridgeline.lm.setup import PRECISIONS, Setup, build, chosen_device, flags, shape
+from ridgeline.lm.setup import PRECISIONS, Setup, build, chosen_device, flags, named, shape
 from ridgeline.lm.sizes import SIZES, Size
 from ridgeline.op import RidgelineError
 
@@ -28,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", type=lab.positive, default=10, metavar="N", help="timed steps (10)")
     add("--grid", nargs=2, metavar=("SIZES", "CONTEXTS"), help="a row for each pair, such as: small,medium 128,512")
     add("--fresh", action=argparse.BooleanOptionalAction, help="each row in its own process (on a GPU: yes)")
-    add("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
+    lab.record_flag(parser)
     add("--roof", type=float, metavar="FLOPS", help="the rate of matrix products that MFU is held against (measured)")
     add("--first", action="store_true", help="split the first step into compiling, loading, allocating and running")
 
@@ -87,12 +86,6 @@ def fits(options: argparse.Namespace) -> str | None:
         f"{options.size} with {options.batch} x {options.context} tokens needs at least {units.size(least)} "
         f"for {options.mode}, and the {'GPU' if device.type == 'cuda' else 'CPU'} has {units.size(there)}"
     )
-
-
-def named(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what a row says of the run."""
-    kept = ("size", "context", "batch", "mode", "precision", "autocast", "impl", "compile", "checkpoint")
-    return {name: getattr(options, name) for name in kept} | {"device": chosen_device(options).type}
 
 
 def timed(options: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +217,7 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.roof is None:
         options.roof = roof(options)
     if not options.grid:
-        return [_row(options, bool(options.fresh))]
+        return [_kept(options, _row(options, bool(options.fresh)))]
     sizes, contexts = lab.names(options.grid[0]), options.grid[1].split(",")
     for name in sizes:
         if name not in SIZES:
@@ -236,7 +229,7 @@ def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     for name in sizes:
         for context in map(int, contexts):
             one = argparse.Namespace(**vars(options) | {"size": name, "context": context})
-            rows.append(_row(one, fresh))
+            rows.append(_kept(options, _row(one, fresh)))
             if not options.json:
                 lab.say(line(rows[-1]))
     return rows
@@ -255,12 +248,25 @@ def _row(options: argparse.Namespace, fresh: bool, first: bool = False) -> dict[
     return row
 
 
+def _kept(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
+    if options.record:
+        lab.record(options.record, [row], "bench")
+    return row
+
+
 def study(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row for each number of warm-ups, each in a process of its own, then one that splits the first step."""
+    """Returns a row for each number of warm-ups, each in a process of its own, then one that splits the first step.
+
+    Each row is printed and recorded as it comes."""
     if options.roof is None:
         options.roof = roof(options)
     each = [argparse.Namespace(**vars(options) | {"warmups": [count]}) for count in options.warmups]
-    return [*(_row(one, True) for one in each), _row(each[0], True, first=True)]
+    rows = []
+    for one in each:
+        rows.append(_kept(options, _row(one, True)))
+        if not options.json:
+            lab.say(f"warm-ups {one.warmups[0]}: {line(rows[-1])}")
+    return [*rows, _kept(options, _row(each[0], True, first=True))]
 
 
 def line(row: dict[str, Any]) -> str:
@@ -322,17 +328,16 @@ def _show_study(rows: list[dict[str, Any]]) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints the rows, and returns 1 if the only one failed."""
     shape(options), chosen_device(options)
+    lab.recordable(options.record)
     if len(options.warmups) > 1 and options.grid:
         raise RidgelineError("lm bench: --grid takes one number of --warmups; give several without --grid")
     if not options.grid and (why := fits(options)):
         raise RidgelineError(f"lm bench: {why}")
     studied = len(options.warmups) > 1
     if options.first:
-        rows = [_row(options, False, first=True)]
+        rows = [_kept(options, _row(options, False, first=True))]
     else:
         rows = study(options) if studied else rows_of(options)
-    if options.record:
-        lab.record(options.record, rows, "bench")
     if options.json:
         print(json.dumps(rows if studied or options.grid else rows[0]))
     elif studied or options.first:

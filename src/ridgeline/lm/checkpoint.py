@@ -7,6 +7,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 
 from ridgeline.lm import lab
 from ridgeline.lm.memory import GIB, card_of, gib, measured, predicted
-from ridgeline.lm.setup import Setup, build, flags, shape
+from ridgeline.lm.setup import build, flags, named, shape
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
+
+SECONDS = 3.0  # for the timed steps of a way
 
 
 @dataclass(frozen=True)
@@ -79,37 +82,39 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--card", metavar="NAME", help="predict for this card, or cpu (the GPU here, else h100)")
     add("--memory", type=float, metavar="GIB", help="say which way is quickest within so much memory")
-    add("--steps", type=int, default=5, metavar="N", help="timed steps of each way, on a GPU (5)")
-
-
-def seconds(setup: Setup, mode: str, steps: int) -> float:
-    """Returns the median time of a step, after one that does not count."""
-    found = []
-    for _ in range(steps + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        setup.step(mode)
-        torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+    add("--steps", type=int, default=5, metavar="N", help="timed steps of each way, on a GPU, fewer if slow (5)")
+    lab.record_flag(parser)
 
 
 def run(way: Way, options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the peak and the time of a way on this GPU, or that memory ran out."""
+    """Returns the peak, the median time of a step and how many were timed on this GPU, or that memory ran out.
+
+    The step whose memory is measured is the first that is timed; it follows a warm-up. No step begins after SECONDS."""
+    found: list[float] = []
     try:
         setup = build(argparse.Namespace(**vars(options) | way.flags))
-        return {"measured_bytes": measured(setup, options.mode), "seconds": seconds(setup, options.mode, options.steps)}
+
+        def timed() -> None:
+            lab.synchronize(setup.tokens.device)
+            start = time.perf_counter()
+            setup.step(options.mode)
+            lab.synchronize(setup.tokens.device)
+            found.append(time.perf_counter() - start)
+
+        peak = measured(setup, options.mode, timed)
+        while len(found) < options.steps and sum(found) < SECONDS:
+            timed()
+        return {"measured_bytes": peak, "seconds": statistics.median(found), "steps": len(found)}
     except torch.OutOfMemoryError:
         return {"why": "out of memory"}
     finally:
         torch.cuda.empty_cache()
 
 
-def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns a row for each way: bytes at the peak, the most that activations take, operations and, on a GPU, what was
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields a row for each way: bytes at the peak, the most that activations take, operations and, on a GPU, what was
     measured."""
     size, card = shape(options), card_of(options)
-    found = []
     for way in ways(size.layers):
         use = predicted(size, argparse.Namespace(**vars(options) | way.flags), card)
         operations = way.operations(size, options.batch, options.context)
@@ -118,8 +123,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         row["more"] = operations / Way().operations(size, options.batch, options.context)
         if torch.cuda.is_available() and options.device != "cpu" and options.card is None:
             row |= run(way, options)
-        found.append(row)
-    return found
+        yield row
 
 
 def best(found: list[dict[str, Any]], nbytes: float) -> dict[str, Any]:
@@ -146,7 +150,14 @@ def main(options: argparse.Namespace) -> int:
     for name in ("context", "batch", "steps"):
         if getattr(options, name) < 1:
             raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
-    found = rows(options)
+    lab.recordable(options.record)
+    about, found = named(options) | {"card": card_of(options) or "cpu"}, []
+    for row in rows(options):
+        found.append(row)
+        if options.record:
+            lab.record(options.record, [about | row], "checkpoint")
+        if not options.json and "measured_bytes" in row:
+            lab.say(f"{row['way']}: {gib(row['measured_bytes'])}, {row['seconds'] * 1e3:.1f} ms")
     chosen = best(found, options.memory * GIB) if options.memory else None
     if options.json:
         print(json.dumps({"ways": found, "best": chosen}))

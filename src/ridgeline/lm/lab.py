@@ -130,12 +130,29 @@ def machine() -> dict[str, Any]:
     return {"gpu": gpu, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
+def record_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
+
+
+def recordable(path: Path | None) -> None:
+    """Raises RidgelineError, before anything is measured, if rows cannot be appended to a file; makes its folder."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise RidgelineError(f"lm: --record {path} cannot be written: {error.strerror}") from error
+
+
 def record(path: Path, rows: Sequence[dict[str, Any]], verb: str) -> None:
     """Appends rows to a file of JSON lines in one write. Raises RidgelineError if the file cannot be written."""
     stamp = {"type": f"lm {verb}", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine()}
     try:
         with path.open("a") as file:
-            file.write("".join(json.dumps(stamp | row) + "\n" for row in rows))
+            lines = (json.dumps(stamp | store.rounded(row), separators=(",", ":")) for row in rows)
+            file.write("".join(line + "\n" for line in lines))
     except OSError as error:
         raise RidgelineError(f"lm: --record {path} cannot be written: {error.strerror}") from error
 
@@ -248,7 +265,7 @@ class Recording:
 
     def write(self, row: dict[str, Any], kind: str = "lm") -> None:
         """Appends a row at once."""
-        store.append(self.path, [{"schema": store.SCHEMA, "type": kind, "run": self.name, **row}])
+        store.append(self.path, [{"schema": store.SCHEMA, "type": kind, "run": self.name, **store.rounded(row)}])
 
 
 def recording(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:

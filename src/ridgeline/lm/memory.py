@@ -6,8 +6,10 @@ import argparse
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from ridgeline import device as devices
 from ridgeline.lm import curves, lab
 from ridgeline.lm.ledger import Ledger, account, embody
 from ridgeline.lm.model import Layer, Transformer
-from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, shape
+from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, named, shape
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
 
@@ -33,6 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--grid", metavar="N,N", help="predict these contexts instead, forward and step, in float32 and bfloat16")
     add("--picture", type=Path, metavar="FILE", help="write the timeline by kind: .svg, or .html with the tables")
     add("--snapshot", type=Path, metavar="FILE", help="record allocations on a GPU, for PyTorch's memory viewer")
+    lab.record_flag(parser)
 
 
 @dataclass
@@ -152,10 +155,13 @@ def residual_stream(size: Size, batch: int, context: int, itemsize: int) -> int:
     return batch * context * size.width * itemsize
 
 
-def measured(setup: Setup, mode: str) -> int:
+def measured(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> int:
     """Runs a step after a warm-up, and returns the peak of memory, in bytes, with everything that lived before it.
 
+    run: what to run in place of the step that follows the warm-up.
+
     On a GPU by PyTorch's allocator; what libraries keep beside our tensors is left out. On a CPU by the profiler."""
+    run = run or partial(setup.step, mode)
     setup.step(mode)
     kept = [*setup.plain.parameters(), setup.tokens, setup.target]
     if mode == "step":
@@ -166,11 +172,11 @@ def measured(setup: Setup, mode: str) -> int:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        setup.step(mode)
+        run()
         return torch.cuda.max_memory_allocated() - before + resting
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        setup.step(mode)
+        run()
     results = profiler.profiler.kineto_results  # the events without their operations
     changes = sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]")
     now = peak = 0
@@ -296,11 +302,15 @@ def main(options: argparse.Namespace) -> int:
     for name in ("context", "batch"):
         if getattr(options, name) < 1:
             raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    lab.recordable(options.record)
     if options.snapshot:
         snapshot(build(options), options)
         print(f"{options.snapshot}: open it at https://pytorch.org/memory_viz")
     if options.grid:
         rows = grid(options)
+        if options.record:
+            about = named(options) | {"card": card_of(options) or "cpu"}
+            lab.record(options.record, [about | row for row in rows], "memory")
         if options.json:
             print(json.dumps(rows))
             return 0
@@ -315,8 +325,11 @@ def main(options: argparse.Namespace) -> int:
         return 0
     row = report(options)
     drawn = picture(row)
+    told = {name: value for name, value in row.items() if name != "use"}
+    if options.record:
+        lab.record(options.record, [named(options) | told], "memory")
     if options.json:
-        print(json.dumps({name: value for name, value in row.items() if name != "use"}))
+        print(json.dumps(told))
     else:
         print("\n".join(lines(row)))
     if options.picture:

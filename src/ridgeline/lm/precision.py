@@ -150,6 +150,7 @@ def picture() -> str:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="whose autocast; the GPU's if there is one")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="write the ranges as a picture")
+    lab.record_flag(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -160,12 +161,16 @@ def main(options: argparse.Namespace) -> int:
     if options.picture and not options.picture.parent.is_dir():
         raise RidgelineError(f"lm: --picture {options.picture} is in a folder that does not exist")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    lab.recordable(options.record)
     sums, formats = accumulated(), table()
     cast = {str(d)[6:]: autocast_dtypes(d, device) for d in (torch.float16, torch.bfloat16)}
     if options.picture:
         options.picture.write_text(picture())
+    row = {"sums": sums, "device": device, "autocast": cast, "formats": formats}
+    if options.record:
+        lab.record(options.record, [row], "precision")
     if options.json:
-        print(json.dumps({"sums": sums, "device": device, "autocast": cast, "formats": formats}))
+        print(json.dumps(row))
         return 0
     added = [(row["sum"], f"{row['value']:.6f}", f"{row['error']:+.6f}") for row in sums]
     lab.print_table("0.01 added a thousand times; the sum is 10", ["sum"], ["value", "error"], added)

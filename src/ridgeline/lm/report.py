@@ -11,7 +11,7 @@ from typing import Any
 from ridgeline.lm import lab, parts, survey, views
 from ridgeline.lm.lab import units
 from ridgeline.lm.parts import PARTS, Row
-from ridgeline.lm.setup import chosen_device, flags, shape
+from ridgeline.lm.setup import SHAPE, chosen_device, flags, shape
 from ridgeline.op import RidgelineError
 
 BENCH = 0.35  # of the time
@@ -51,8 +51,7 @@ def gathered(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def changed(options: argparse.Namespace) -> bool:
-    names = ("layers", "width", "hidden", "heads", "key_heads", "head_dim", "vocabulary")
-    return any(getattr(options, name) is not None for name in names)
+    return any(getattr(options, name) is not None for name in SHAPE)
 
 
 def one(name: str, options: argparse.Namespace, until: float) -> Iterator[Row]:

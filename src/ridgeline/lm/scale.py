@@ -160,6 +160,7 @@ def show(made: dict[str, Any]) -> None:
 def main(options: argparse.Namespace) -> int:
     """Prints the tables."""
     lab.above_zero("scale", sides=options.sides or [1], factors=options.factors)
+    lab.recordable(options.record)
     made = tables(options)
     if options.record:
         lab.record(options.record, made, "scale")

@@ -16,6 +16,7 @@ from ridgeline.lm.sizes import SIZES, Size, size
 from ridgeline.op import RidgelineError
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHAPE = ("layers", "width", "hidden", "heads", "key_heads", "head_dim", "vocabulary")  # what flags change of a size
 MODES = ("forward", "backward", "step")  # forward alone; with backward; with backward and the optimizer
 
 
@@ -42,8 +43,7 @@ def flags(parser: argparse.ArgumentParser, *, context: int = 512, batch: int = 4
 
 def shape(options: argparse.Namespace) -> Size:
     """Returns the size that the flags name. Raises RidgelineError if it does not exist or does not fit together."""
-    names = ("layers", "width", "hidden", "heads", "key_heads", "head_dim", "vocabulary")
-    return size(options.size, **{name: getattr(options, name) for name in names})
+    return size(options.size, **{name: getattr(options, name) for name in SHAPE})
 
 
 @dataclass
@@ -83,6 +83,13 @@ def chosen_device(options: argparse.Namespace) -> torch.device:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise RidgelineError("lm: --device cuda needs a GPU, and PyTorch sees none; leave --device out to use the CPU")
     return torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def named(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns what a recorded row says of a run: the model, with what was changed of it, and how it ran."""
+    kept = ("size", "context", "batch", "mode", "precision", "autocast", "impl", "compile", "checkpoint")
+    changed = {name: value for name in SHAPE if (value := getattr(options, name)) is not None}
+    return {name: getattr(options, name) for name in kept} | changed | {"device": chosen_device(options).type}
 
 
 def made(size: Size, options: argparse.Namespace) -> Transformer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from ridgeline.op import RidgelineError
@@ -111,16 +112,22 @@ def described(size: Size) -> dict[str, Any]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", type=Path, metavar="FILE", help="append the rows to this file of JSON lines")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def main(options: argparse.Namespace) -> int:
     """Prints every named size."""
     rows = {n: described(s) | {"parameters": s.parameters, "step_flops": s.step(1, 512)} for n, s in SIZES.items()}
+    if options.record:
+        from ridgeline.lm import lab  # here, because it imports torch
+
+        lab.recordable(options.record)
+        lab.record(options.record, [{"size": name} | row for name, row in rows.items()], "sizes")
     if options.json:
         print(json.dumps(rows))
         return 0
-    from ridgeline.lm import lab  # here, because it imports torch
+    from ridgeline.lm import lab
 
     figures = "parameters", "layers", "width", "hidden", "heads/keys", "head", "vocabulary", "step of 512 tokens"
     shown = []

@@ -313,7 +313,7 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if options.record:
         about: dict[str, Any] = {"type": "parallel bench", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        store.append(options.record, [about | {"torch": torch.__version__} | row for row in found])
+        store.append(options.record, [about | {"torch": torch.__version__} | store.rounded(row) for row in found])
     if options.json:
         print(json.dumps(found))
     else:

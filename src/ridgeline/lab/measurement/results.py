@@ -24,7 +24,6 @@ GPU = "h100"  # whose figures come first
 KINDS = ("bench", "older", "counter")
 TIMED = ("bench", "older", "model")
 FACTS = ("run", "roof")  # the rows of a run that its other rows lead to
-DIGITS = 6  # significant digits of a recorded figure
 
 
 def newest(path: Path) -> list[Row]:
@@ -225,15 +224,10 @@ def apart(rows: list[Row], recorded: list[Row]) -> list[Row]:
     return [row | {"run": names.get(row["run"], row["run"])} for row in rows]
 
 
-def pack(value: Any) -> Any:
+def pack(row: Row) -> Row:
     """A row as the file holds it: figures in six significant digits, and no fields that are None in a timed row."""
-    if isinstance(value, float):
-        short = float(f"{value:.{DIGITS}g}")
-        return int(short) if short.is_integer() else short
-    if isinstance(value, dict):
-        optional = store.OPTIONAL.get(value.get("type", ""), {})
-        return {k: pack(v) for k, v in value.items() if v is not None or k not in optional}
-    return [pack(v) for v in value] if isinstance(value, list) else value
+    optional = store.OPTIONAL.get(row["type"], {})
+    return store.rounded({k: v for k, v in row.items() if v is not None or k not in optional})
 
 
 def recordable(gpu: str | None, others: bool) -> None:

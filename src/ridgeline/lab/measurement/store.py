@@ -16,10 +16,15 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 2
+from ridgeline.lab.measurement import columns
+
+SCHEMA = 3
+DIGITS = 6  # significant digits of a recorded figure
+READ = (2, 3)  # the schemas that are read: a line of schema 2 has its rows one by one
 Row = dict[str, Any]
 NUMBER = (int, float)
 BENCH = (
@@ -40,11 +45,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "lm": dict.fromkeys(("part", "case", "dtype", "direction", "impl", "status"), str),
     "figure": dict.fromkeys(("subject", "what", "status"), str),
 }
-# Fields of a timed row that may be None; a row without one is read as if it held None.
-UNTIMED: Row = dict.fromkeys(
-    ("seconds", "host_us", "share", "peak_bytes", "held_bytes", "law", "ratio", "mhz", "throttled")
-)
-OPTIONAL: dict[str, Row] = dict.fromkeys(("bench", "older"), {"reason": None} | UNTIMED)
+# Fields that may be None; a row without one is read as if it held None.
+OPTIONAL: dict[str, Row] = dict.fromkeys(("bench", "older"), {"reason": None} | columns.UNTIMED)
 # Fields that the rows of one piece of work in one run share: a line of a recorded file holds them once.
 WORK = ("schema", "type", "run", "op", "case", "dtype", "direction", "bytes", "read", "write", "flops", "roof_seconds",
         "bound", "cached")  # fmt: skip
@@ -93,7 +95,7 @@ def cached() -> Path:
 
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Appends rows to a file in one write under a lock, after cutting off a line that a killed writer left torn."""
-    lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    lines = _text(rows)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -107,6 +109,20 @@ def append(path: Path, rows: Iterable[Row]) -> None:
             os.close(file)
     except OSError as error:
         raise refusal(f"cannot write results to {path}: {error.strerror or error}") from error
+
+
+def _text(lines: Iterable[Row]) -> bytes:
+    return "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines).encode()
+
+
+def rounded(value: Any) -> Any:
+    """A row with its figures in six significant digits, as recorded files hold them."""
+    if isinstance(value, float) and isfinite(value):
+        short = float(f"{value:.{DIGITS}g}")
+        return int(short) if short.is_integer() else short
+    if isinstance(value, dict):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 @contextmanager
@@ -126,7 +142,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def replace(path: Path, rows: Iterable[Row]) -> None:
     """Replaces a file in one step: a kill leaves the old file or the new one. The caller holds the folder's lock."""
-    lines = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in _lines(rows)).encode()
+    lines = _text(_lines(rows))
     fresh = path.with_name(f".{path.name}.new")
     try:
         with fresh.open("wb") as file:
@@ -145,14 +161,24 @@ def replace(path: Path, rows: Iterable[Row]) -> None:
 
 
 def _lines(rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows as lines of a recorded file: neighbours of one piece of work and run share a line, under `rows`."""
+    """Rows as lines of a recorded file: neighbours of one piece of work and run share a line, as columns under `rows`.
+
+    A run on the machine of an earlier one names that run instead.
+    """
+    machines: list[tuple[Row, str]] = []
+    rows = (row | {"schema": SCHEMA} for row in rows)
     for _, some in groupby(rows, lambda row: [row.get(name) for name in WORK]):
         group = list(some)
-        if group[0]["type"] not in OPTIONAL:
-            yield from group
+        if group[0]["type"] in OPTIONAL:
+            common = {name: group[0][name] for name in WORK if name in group[0]}
+            yield common | {"rows": columns.pack([{k: v for k, v in r.items() if k not in WORK} for r in group])}
             continue
-        common = {name: group[0][name] for name in WORK if name in group[0]}
-        yield common | {"rows": [{k: v for k, v in row.items() if k not in WORK} for row in group]}
+        for row in group:
+            machine = row.get("machine") if row["type"] == "run" else None
+            known = next((name for other, name in machines if other == machine), None)
+            if machine and not known:
+                machines.append((machine, row["run"]))
+            yield row | {"machine": known} if known else row
 
 
 def _heal(file: int) -> int:
@@ -176,7 +202,8 @@ def refusal(message: str) -> ValueError:
 def load(path: Path | str) -> list[Row]:
     """The rows of a run, or of a recorded GPU. A torn last line is left out.
 
-    Raises RidgelineError if the file is corrupt or has another schema.
+    Rows of an older schema are read as rows of this one. Raises RidgelineError if the file is corrupt or has a schema
+    that is not read.
     """
     try:
         text = Path(path).read_bytes()
@@ -184,22 +211,29 @@ def load(path: Path | str) -> list[Row]:
         raise refusal(f"cannot read results from {path}: {error.strerror}") from error
     *lines, torn = text.split(b"\n")
     rows: list[Row] = []
+    machines: dict[str, Any] = {}
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
             schema = int(row["schema"])
             known = isinstance(row["type"], str) and isinstance(row["run"], str)
-            found = [row | part for part in row.pop("rows", [{}])]
+            parts = row.pop("rows", [{}])
+            found = [row | part for part in (columns.unpack(parts) if isinstance(parts, dict) else parts)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise refusal(
                 f"{path} is not a results file of Ridgeline, or is corrupt: line {number} is not a row"
             ) from error
-        if schema != SCHEMA:
-            age = "a newer" if schema > SCHEMA else "an older"
-            raise refusal(f"{path} was written by {age} Ridgeline (schema {schema}); this one reads schema {SCHEMA}")
+        if schema not in READ:
+            age, reads = "a newer" if schema > SCHEMA else "an older", " and ".join(map(str, READ))
+            raise refusal(f"{path} was written by {age} Ridgeline (schema {schema}); this one reads schemas {reads}")
         if not known:
             raise refusal(f"{path} is corrupt: line {number} has no type or run")
         for row in found:
+            row["schema"] = SCHEMA
+            if row["type"] == "run":
+                machine = row.get("machine")
+                row["machine"] = machines.get(machine) if isinstance(machine, str) else machine
+                machines[row["run"]] = row["machine"]
             if fault := _fault(row):
                 raise refusal(f"{path} is corrupt: line {number}, a {row['type']} row, has no valid {fault!r}")
             missing = {name: None for name in OPTIONAL.get(row["type"], {}) if name not in row}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ridgeline.lab import units
+from ridgeline.lab.measurement.columns import UNTIMED
 from ridgeline.lab.measurement.limits import roof_seconds
-from ridgeline.lab.measurement.store import UNTIMED
 
 if TYPE_CHECKING:
     from ridgeline.lab.measurement.clock import Measurement

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from ridgeline.lab.analysis import roofline, sheets
+from ridgeline.lab.analysis import course, roofline, sheets
 from ridgeline.lab.analysis.lesson.pages import filled as filled_lesson
 from ridgeline.lab.measurement import query, store
 from ridgeline.lab.measurement.results import GPU, gpus, works
@@ -46,6 +46,9 @@ def pages(root: Path, recorded: dict[Path, list[Row]]) -> dict[Path, str]:
             made[path] = filled_lesson(path.read_text(), lessons)
     for path, text in sheets.pages(root).items():
         made[path] = sheets.filled(made.get(path, text), root)
+    guide = root / "docs/guide.md"
+    if guide.exists():
+        made[guide] = course.filled(made.get(guide, guide.read_text()), root)
     made |= sheets.pictures(root)
     steps = next((path for path in recorded if query.of(recorded[path], "model")), first)
     where = "" if steps == first else f" on one {names[steps]}"

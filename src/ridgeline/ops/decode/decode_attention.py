@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import kernel_op, written
+from ridgeline.boundary import bumped, kernel_op, written
 from ridgeline.op import Case, Cost, Implementation, Op, Spec, nbytes
 from ridgeline.ops.decode import _split_keys
 from ridgeline.ops.decode._arguments import check
 from ridgeline.ops.decode._cases import Filled, Scales, Table, benches
 from ridgeline.ops.decode._history import halves, history, query_places, seen_keys, turned
 from ridgeline.ops.decode._steps import five_kernels, two_kernels
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind, eager, run
 
 Maybe = torch.Tensor | None
@@ -144,27 +145,29 @@ def decode_attention(
     """
     made = k_scale, v_scale, k_zero, v_zero
     others = k, v, block_table, cos, sin, positions, sinks, *made, tree
-    plain, numbers, by_token = _look(q, k_cache, v_cache, lengths, *others, scale, window, softcap, impl)
+    plain, numbers, by_token, sure = _look(q, k_cache, v_cache, lengths, *others, scale, window, softcap, impl)
     if plain is not None and plain.call is not None:
         given: dict[str, Any] = dict(zip(OTHERS, others, strict=True))
         given |= {"interleaved": interleaved, "scale": scale, "window": window, "softcap": softcap}
         return plain.call(q, k_cache, v_cache, lengths, **given, invariant=invariant, return_lse=return_lse)
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    o, lse = _forward(q, k_cache, v_cache, lengths, *others, *numbers, interleaved, invariant, precision, impl)
-    if k is not None:
+    o, lse = _forward(q, k_cache, v_cache, lengths, *others, *numbers, interleaved, invariant, precision, impl, sure)
+    if k is not None and (sure is None or by_token):
         written(k_cache, v_cache, *(made if by_token else ()))
+    elif k is not None:
+        bumped((k_cache, v_cache))
     return (o, lse) if return_lse else o
 
 
 OTHERS = "k", "v", "block_table", "cos", "sin", "positions", "sinks", "k_scale", "v_scale", "k_zero", "v_zero", "tree"
 
 
-@by_kind(16, optional=12, strides=True, gradients=True)
+@by_kind(16, optional=12, strides=True, gradients=True, sure=True)
 def _look(
     q: Any, k_cache: Any, v_cache: Any, lengths: Any, k: Any, v: Any, block_table: Any, cos: Any, sin: Any,
     positions: Any, sinks: Any, k_scale: Any, v_scale: Any, k_zero: Any, v_zero: Any, tree: Any, scale: float | None,
     window: int | None, softcap: float | None, impl: str | None,
-) -> tuple[Implementation | None, tuple[float, int, float], bool]:  # fmt: skip
+) -> tuple[Implementation | None, tuple[float, int, float], bool, Sure | None]:  # fmt: skip
     """Checks a call and chooses. Returns too scale, window and softcap as the launchers take them, and whether new
     tokens get scales of their own."""
     others = k, v, block_table, cos, sin, positions, sinks, k_scale, v_scale, k_zero, v_zero, tree
@@ -172,7 +175,7 @@ def _look(
     check(q, k_cache, v_cache, lengths, given, window, softcap, scale)
     plain = eager(DECODE_ATTENTION, impl, q, **given)
     numbers = q.shape[-1] ** -0.5 if scale is None else float(scale), -1 if window is None else window, softcap or 0.0
-    return plain, numbers, k_scale is not None and k_scale.dim() == 3
+    return plain, numbers, k_scale is not None and k_scale.dim() == 3, None
 
 
 def cost(

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import kernel_op, written
+from ridgeline.boundary import bumped, kernel_op, written
 from ridgeline.op import Case, Cost, Implementation, Op, Spec, nbytes
 from ridgeline.ops.decode import _latent_gluon
 from ridgeline.ops.decode._cache import Half, Maybe, capacity
 from ridgeline.ops.decode._cases import Filled, Table
 from ridgeline.ops.decode._history import history, query_places, seen_keys, turned
 from ridgeline.ops.decode._latent_arguments import check
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind, eager, run
 
 
@@ -115,30 +116,32 @@ def mla_decode(
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
     others = kv, block_table, cos, sin, kv_scale
-    plain, by_token = _look(q, cache, lengths, *others, latent, scale, impl)
+    plain, by_token, sure = _look(q, cache, lengths, *others, latent, scale, impl)
     if plain is not None and plain.call is not None:
         given: dict[str, Any] = dict(zip(OTHERS, others, strict=True))
         given |= {"latent": latent, "scale": scale, "interleaved": interleaved, "invariant": invariant}
         return plain.call(q, cache, lengths, **given, return_lse=return_lse)
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    o, lse = _forward(q, cache, lengths, *others, latent, float(scale), interleaved, invariant, precision, impl)
-    if kv is not None:
+    o, lse = _forward(q, cache, lengths, *others, latent, float(scale), interleaved, invariant, precision, impl, sure)
+    if kv is not None and (sure is None or by_token):
         written(cache, kv_scale if by_token else None)
+    elif kv is not None:
+        bumped((cache,))
     return (o, lse) if return_lse else o
 
 
 OTHERS = "kv", "block_table", "cos", "sin", "kv_scale"
 
 
-@by_kind(8, optional=5, strides=True, gradients=True)
+@by_kind(8, optional=5, strides=True, gradients=True, sure=True)
 def _look(
     q: Any, cache: Any, lengths: Any, kv: Any, block_table: Any, cos: Any, sin: Any, kv_scale: Any, latent: int,
     scale: float, impl: str | None,
-) -> tuple[Implementation | None, bool]:  # fmt: skip
+) -> tuple[Implementation | None, bool, Sure | None]:  # fmt: skip
     """Checks a call and chooses. Returns too whether new tokens get a scale of their own."""
     given = dict(zip(OTHERS, (kv, block_table, cos, sin, kv_scale), strict=True))
     check(q, cache, lengths, given, latent, scale)
-    return eager(MLA_DECODE, impl, q, **given), kv_scale is not None and kv_scale.dim() == 2
+    return eager(MLA_DECODE, impl, q, **given), kv_scale is not None and kv_scale.dim() == 2, None
 
 
 def cost(q: torch.Tensor, cache: torch.Tensor, lengths: Any, *, latent: int = 512, **given: Any) -> Any:

@@ -22,6 +22,7 @@ from ridgeline.ops.experts._products import (
     Weights,
     added,
     dot_precision,
+    empty,
     find,
     last_tiles,
     power,
@@ -107,7 +108,7 @@ def _fwd(
         at_w = w.data + group * w.group
         here_w = k[:, None] * w_k + mine[None, :] * w_n
         further = halves.up * w_n
-        gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+        gate, up = empty(BM, BN, PRECISION), empty(BM, BN, PRECISION)
         for start in range(0, tl.where(g < G, K, 0), BK):
             if EVEN:
                 left, one, other = tl.load(at_x), tl.load(at_w + here_w), tl.load(at_w + further + here_w)
@@ -124,6 +125,7 @@ def _fwd(
             at_b = bias + group * 2 * N + mine
             gate += tl.load(at_b, mask=here, other=0.0).to(tl.float32)[None, :]
             up += tl.load(at_b + halves.up, mask=here, other=0.0).to(tl.float32)[None, :]
+        gate, up = gate.to(tl.float32), up.to(tl.float32)
         inside = (r[:, None] < end) & (n[None, :] < N)
         r = r.to(tl.int64)
         if out.z is not None:
@@ -175,7 +177,7 @@ def gated(
 ) -> None:  # fmt: skip
     """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous."""
     (T, N), (G, _, K) = h.shape, w.shape
-    exact = dot_precision(h, precision)
+    exact = dot_precision(h, precision, K, 2 * T * N)
     w = w.mT
     long = (K + 128) * w.stride(1) + 2 * N * w.stride(2) >= 1 << 31
 
@@ -188,7 +190,7 @@ def gated(
         return (programs(device.of(h), c, h.element_size(), T, N, G, wide=2),)
 
     where = x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), halves_of(N, interleaved)
-    launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long))
+    launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long, exact))
 
 
 def _tile(one: tuning.Config) -> tuning.Config:

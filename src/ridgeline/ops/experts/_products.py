@@ -19,6 +19,7 @@ from ridgeline.boundary import launch
 from ridgeline.op import dtype_name
 
 Maybe = torch.Tensor | None
+SHORT, FEW = 64, 1 << 18  # so many float32 sums of so many terms are made in float64
 
 
 class Rows(NamedTuple):
@@ -90,12 +91,23 @@ def source(x, r):
 
 
 @triton.jit
+def empty(BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr):
+    """Zeros for `added`."""
+    return tl.zeros((BM, BN), tl.float64 if PRECISION == "double" else tl.float32)
+
+
+@triton.jit
 def added(acc, left, right, PRECISION: tl.constexpr):
-    """acc + left right. In "ieee" a product is summed on its own, since one chain of many additions has several times
-    torch's error; and it is added by an fma, since the compiler makes one chain of a sum of products."""
-    if PRECISION == "ieee":
-        return tl.fma(tl.dot(left, right, input_precision=PRECISION), 1.0, acc)
-    return tl.dot(left, right, acc, input_precision=PRECISION)
+    """acc + left right. In "double" sums are float64. In "ieee" a product is summed on its own, since one chain of many
+    additions has several times torch's error; and it is added by an fma, since the compiler makes one chain of a sum of
+    products."""
+    if PRECISION == "double":
+        acc = tl.dot(left.to(tl.float64), right.to(tl.float64), acc, input_precision="ieee", out_dtype=tl.float64)
+    elif PRECISION == "ieee":
+        acc = tl.fma(tl.dot(left, right, input_precision=PRECISION), 1.0, acc)
+    else:
+        acc = tl.dot(left, right, acc, input_precision=PRECISION)
+    return acc
 
 
 @triton.jit
@@ -129,7 +141,7 @@ def _fwd(
         at_x = x.data + rows[:, None] * x.row + k[None, :].to(tl.int64) * x.column
         at_w = w.data + group * w.group + k[:, None].to(tl.int64) * w.k + columns[None, :].to(tl.int64) * w.n
         depth = tl.where(g < G, K, 0)
-        acc = tl.zeros((BM, BN), tl.float32)
+        acc = empty(BM, BN, PRECISION)
         for start in range(0, depth, BK):
             if EVEN:
                 left, right = tl.load(at_x), tl.load(at_w)
@@ -155,15 +167,18 @@ def power(groups: int) -> int:
     return triton.next_power_of_2(max(groups + 1, 2))
 
 
-def dot_precision(x: torch.Tensor, precision: str) -> str:
-    """What a product of x's dtype is told. Only "ieee" has sums of sums, in `added`."""
-    return precision if x.dtype == torch.float32 else "tf32"
+def dot_precision(x: torch.Tensor, precision: str, terms: int, results: int) -> str:
+    """What `added` is told for x's dtype and so many sums of so many terms, or fewer. Only "ieee" has sums of sums."""
+    if x.dtype != torch.float32:
+        return "tf32"
+    short = terms <= SHORT and results <= FEW and device.of(x).backend != "hip"  # which compiles no float64 products
+    return "double" if precision == "ieee" and short else precision
 
 
 def product(y: torch.Tensor, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, precision: str) -> None:
     """Fills y (T, N), contiguous, from w (G, K, N), any strides; bias (G, N), contiguous. ends: int32, contiguous."""
     (T, N), (G, K, _) = y.shape, w.shape
-    exact = dot_precision(y, precision)
+    exact = dot_precision(y, precision, K, T * N)
 
     def config() -> dict[str, Any]:
         gpu = device.of(y)
@@ -197,8 +212,9 @@ def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: 
     rows = 16 if average <= 16 else 32 if average <= 48 else 64 if average <= 96 else 128
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32:
-        deep = 16 if exact == "ieee" else 32
-        return {"BM": max(32, min(rows, 64)), "BN": 64, "BK": deep, "GROUP": 8, "num_warps": 4, "num_stages": 2}
+        deep = 32 if exact.startswith("tf32") else 16
+        tall, warps = (32, 8) if exact == "double" else (max(32, min(rows, 64)), 4)
+        return {"BM": tall, "BN": 64, "BK": deep, "GROUP": 8, "num_warps": warps, "num_stages": 2}
     if rows < 64:
         few = (T // rows + min(G, T)) * triton.cdiv(N, 64) < gpu.multiprocessors
         deep = 128 if K % 128 == 0 else 64

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.experts._products import Maybe, Rows, Sizes, Weights, added, bounds, dot_precision, source
+from ridgeline.ops.experts._products import Maybe, Rows, Sizes, Weights, added, bounds, dot_precision, empty, source
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _bwd(
     begin, end = bounds(ends, g, G, T)
     at_a = a.data + (m % M).to(tl.int64) * a.column
     at_b = b.data + (n % N).to(tl.int64) * b.column
-    acc = tl.zeros((BM, BN), tl.float32)
+    acc = empty(BM, BN, PRECISION)
     for start in range(begin, end, BR):
         r = start + tl.arange(0, BR)
         here, inside = r < end, tl.minimum(r, end - 1)
@@ -80,11 +80,11 @@ def _sums(db, a, scale, ends, sizes, BN: tl.constexpr, BR: tl.constexpr):
 def weight_grad(dw: torch.Tensor, a: Rows, b: Rows, T: int, ends: torch.Tensor, precision: str, add: bool) -> None:
     """Fills dw (G, K, N), any strides, from a (T, K) and b (T, N); add: adds to it."""
     G, M, N = dw.shape
-    exact = dot_precision(a.data, precision)
+    exact = dot_precision(a.data, precision, T, dw.numel())
 
     def config() -> dict[str, Any]:
         if a.data.dtype == torch.float32:
-            return {"BM": 64, "BN": 64, "BR": 16 if exact == "ieee" else 32, "num_warps": 4, "num_stages": 2}
+            return {"BM": 64, "BN": 64, "BR": 32 if exact.startswith("tf32") else 16, "num_warps": 4, "num_stages": 2}
         large = device.of(dw).shared_memory >= 227 << 10
         wide = 256 if large and N >= 1024 else 128
         return {"BM": 128, "BN": wide, "BR": 64 if large else 32, "num_warps": 8, "num_stages": 3}

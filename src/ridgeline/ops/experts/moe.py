@@ -23,6 +23,7 @@ from ridgeline.op import Cost, Implementation, Op, RidgelineError, get, nbytes
 from ridgeline.ops.experts import _checks, _experts, _plain
 from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.ops.experts._cases import CASES
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind, eager, run
 from ridgeline.tiles.few_bits import words
 
@@ -39,6 +40,17 @@ _OPTIONS = "str activation, float? limit, bool interleaved"
 )
 def _fwd_op(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_T, ...]:
     """Returns y, z (or nothing), and the pairs' order, places and ends of groups."""
+    return _outputs(x, weights, indices, gate_up, *rest)
+
+
+@kernel_op(f"moe_alone({_GIVEN}, {_OPTIONS}, str precision, str? impl) -> Tensor")
+def _alone_op(x: _T, *rest: Any) -> _T:
+    """`moe_fwd`'s y, where no gradient is wanted."""
+    *given, how, impl = rest
+    return _outputs(x, *given, False, how, impl)[0]
+
+
+def _outputs(x: _T, weights: _T, indices: _T, gate_up: _T, *rest: Any) -> tuple[_T, ...]:
     *given, keep, how, impl = rest
     n, (E, width, _) = indices.numel(), gate_up.shape
     z = x.new_empty((n, width) if keep else (0, width))
@@ -165,9 +177,9 @@ def moe(
     (E, N, K / 2) with scales (E, N, K / group) in floating point, or mxfp4's (E, N, K / 32) in uint8, as in gpt-oss's
     files. zeros: int4's, alike and uint8, or None for 8. For inference: nothing then has gradients, and above
     64 rows an expert, on average, copies of the weights in x's dtype are multiplied.
-    An expert's sums are float32 and each of its two results is rounded once; a token's sum is float32, in the order of
-    its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index
-    that is no expert's gives its token NaN; on a CPU it raises.
+    An expert's sums are float32 or wider and each of its two results is rounded once; a token's sum is float32, in the
+    order of its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an
+    index that is no expert's gives its token NaN; on a CPU it raises.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts x, experts and biases first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
@@ -176,12 +188,12 @@ def moe(
     pairs = _pair(scales) + _pair(zeros)
     if len(pairs) != 4:
         _checks.moe(*tensors, activation, limit, scales, zeros)  # raises
-    plain, settled = _look(*tensors, *pairs, activation, limit, impl)
+    plain, settled, sure = _look(*tensors, *pairs, activation, limit, impl)
     if settled:
         how = activation, None if limit is None else float(limit), bool(interleaved)
         if scales is not None:
-            return _few_op(*tensors, *pairs, *how, precision(), impl)
-        return _fwd_op(*tensors, *how, False, precision(), impl)[0]
+            return _few_op(*tensors, *pairs, *how, precision(), impl, sure)
+        return _alone_op(*tensors, *how, precision(), impl, sure)
     shape = x.shape
     x, weights, indices = (t.reshape(-1, t.shape[-1]) for t in (x, weights, indices))
     if scales is not None:
@@ -206,11 +218,11 @@ def _pair(given: Any) -> tuple[Any, ...]:
     return tuple(given) if whole else ()
 
 
-@by_kind(11, optional=6, strides=True, gradients=True)
+@by_kind(11, optional=6, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, weights: Any, indices: Any, gate_up: Any, down: Any, gate_up_bias: Any, down_bias: Any, gate_up_scale: Any,
     down_scale: Any, gate_up_zero: Any, down_zero: Any, activation: str, limit: float | None, impl: str | None,
-) -> tuple[Implementation | None, bool]:  # fmt: skip
+) -> tuple[Implementation | None, bool, Sure | None]:  # fmt: skip
     """Checks a call and chooses. Returns too whether no gradient is wanted and kernels take all tensors as they are."""
     scales = None if gate_up_scale is None else (gate_up_scale, down_scale)
     zeros = None if gate_up_zero is None else (gate_up_zero, down_zero)
@@ -229,7 +241,7 @@ def _look(
         plain = MOE.implementations["torch"]
     strided = () if scales is not None else (gate_up, down)
     whole = all([t.is_contiguous() or any([t is s for s in strided]) for t in (*there, *(zeros or ()))])
-    return plain, plain is None and not wanted and whole and x.dim() == 2
+    return plain, plain is None and not wanted and whole and x.dim() == 2, None
 
 
 def _few(
@@ -271,7 +283,10 @@ MOE = Op(
     reference=reference,
     cost=cost,
     flops={
-        "moe_few_bits": lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1],
+        **dict.fromkeys(
+            ("moe_alone", "moe_few_bits"),
+            lambda x, weights, indices, gate_up, *_: 3 * indices.numel() * x.shape[1] * gate_up.shape[1],
+        ),
         "moe_consume": lambda dy, x, weights, indices, w, *_: 6 * indices.numel() * x.shape[1] * w.shape[1],
     },
     cases=CASES,

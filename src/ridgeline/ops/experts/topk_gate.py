@@ -98,19 +98,19 @@ def topk_gate(
     the tokens of each expert. A row whose scores hold NaN, as softmax's do for +inf, gives NaN and the first experts.
     Raises RidgelineError if arguments do not fit together, or if `impl` cannot run the call.
     """
-    plain, wanted = _look(logits, bias, k, score, groups, top_groups, scale, impl)
+    plain, wanted, sure = _look(logits, bias, k, score, groups, top_groups, scale, impl)
     bias = None if bias is None else bias.detach().contiguous()
     if plain is not None and plain.call is not None:
         given: Any = {"score": score, "bias": bias, "groups": groups, "top_groups": top_groups, "normalize": normalize}
         return plain.call(logits, k, **given, scale=scale)
     options = k, score == "softmax", groups, top_groups, bool(normalize), float(scale), impl
-    return differentiate(_Function, logits, bias, *options) if wanted else _fwd_op(logits, bias, *options)
+    return differentiate(_Function, logits, bias, *options) if wanted else _fwd_op(logits, bias, *options, sure)
 
 
-@by_kind(2, optional=1, gradients=True)
+@by_kind(2, optional=1, gradients=True, sure=True)
 def _look(x: Any, bias: Any, k: int, score: str, groups: int, top_groups: int, scale: float, impl: str | None) -> Any:
     _checks.topk_gate(x, k, score, bias, groups, top_groups, scale)
-    return eager(TOPK_GATE, impl, x), torch.is_grad_enabled() and x.requires_grad
+    return eager(TOPK_GATE, impl, x), torch.is_grad_enabled() and x.requires_grad, None
 
 
 def cost(logits: _T, k: int, *, bias: _Maybe = None, **_: Any) -> tuple[Cost, Cost]:

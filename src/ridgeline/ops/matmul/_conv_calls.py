@@ -10,8 +10,7 @@ from ridgeline.boundary import Function, first_order, kernel_op
 from ridgeline.op import LOADED
 from ridgeline.ops.matmul._activated import unbend
 from ridgeline.ops.matmul._conv import Window
-from ridgeline.ops.matmul.gemv import sum_of_rows
-from ridgeline.ops.matmul.matmul import precision
+from ridgeline.ops.matmul.matmul import precision, sum_of_rows
 from ridgeline.select import run
 
 _T = torch.Tensor

@@ -23,6 +23,7 @@ from ridgeline.op import Cost, Implementation, Op, RidgelineError, dtype_name, g
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, Epilogue, finish
 from ridgeline.ops.matmul._operands import Matrix, Sizes
 from ridgeline.ops.matmul.matmul import in_autocast, rows_of
+from ridgeline.replay import Sure
 from ridgeline.select import eager, run
 from ridgeline.tiles.few_bits import (
     Rules,
@@ -352,14 +353,14 @@ def settled(x: torch.Tensor, *others: _Maybe) -> bool:
 
 def call(
     op: str, x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, zero: _Maybe, bias: _Maybe, activation: str | None,
-    impl: str | None, settled: bool,
+    impl: str | None, settled: bool, sure: Sure | None,
 ) -> torch.Tensor:  # fmt: skip
     """Calls an op's kernels for x (..., K), with gradients to x and bias if they are wanted.
 
-    settled: that no gradient is wanted, and that all tensors are contiguous."""
+    settled: that no gradient is wanted, and that all tensors are contiguous. sure: what a guard knows of the call."""
     if settled:
         rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
-        y = FORWARD[op](rows, q, scale, zero, bias, activation or "", impl)
+        y = FORWARD[op](rows, q, scale, zero, bias, activation or "", impl, sure)
         return y if rows is x else y.view(*x.shape[:-1], q.shape[0])
     rows = rows_of(x).contiguous()
     zero, bias = (None if t is None else t.contiguous() for t in (zero, bias))

@@ -12,7 +12,7 @@ from ridgeline.op import LOADED, get
 from ridgeline.ops.matmul._scaled import BLOCK
 from ridgeline.ops.matmul.fp8_matmul import E4M3, E5M2, by_triton
 from ridgeline.ops.matmul.fp8_matmul import reference as dequantised_product
-from ridgeline.ops.matmul.gemv import sum_of_rows
+from ridgeline.ops.matmul.matmul import sum_of_rows
 from ridgeline.select import run
 
 _T = torch.Tensor

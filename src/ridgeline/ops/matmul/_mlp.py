@@ -14,8 +14,7 @@ from ridgeline.boundary import Function, first_order, kernel_op, launch
 from ridgeline.op import LOADED, dtype_name
 from ridgeline.ops.matmul._activated import bend, unbend
 from ridgeline.ops.matmul._operands import Matrix
-from ridgeline.ops.matmul.gemv import sum_of_rows
-from ridgeline.ops.matmul.matmul import precision
+from ridgeline.ops.matmul.matmul import precision, sum_of_rows
 from ridgeline.select import run
 
 WIDEST = 256  # columns of x and of y: a row of either must fit in registers

@@ -116,6 +116,13 @@ def _unless(
     return "cuDNN is at least as fast without a bias and an activation" if bias is None or not activation else None
 
 
+def _unless_pointwise(x: _T, weight: _T, *rest: Any, **options: Any) -> str | None:
+    """Returns why a call is left to gathers by address, or None: boxes were faster for 1 x 1 windows alone."""
+    if weight.shape[2] * weight.shape[3] > 1:
+        return "gathers by address are at least as fast for windows larger than 1 x 1"
+    return _unless(x, weight, *rest, **options)
+
+
 def _refusal(x: _T, weight: _T, *_: Any, **options: Any) -> str | None:
     if options.get("groups", 1) != 1:
         return "it takes one group"
@@ -212,8 +219,9 @@ CONV2D.kernel(
     fwd=_conv_boxes.forward,
     bwd=_conv_boxes.backward,
     supports=_conv_boxes.refusal,
-    unless=_unless,
+    unless=_unless_pointwise,
     leaves=("fwd",),
     dtypes=("float16", "bfloat16"),
-    arch=90,  # chosen by name alone: no GPU has run it yet
+    arch=90,
+    served=True,
 )

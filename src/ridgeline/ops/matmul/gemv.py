@@ -268,13 +268,6 @@ def gemv(a: torch.Tensor, x: torch.Tensor, *, impl: str | None = None) -> torch.
     return _forward(a, x, impl)
 
 
-def sum_of_rows(dy: torch.Tensor) -> torch.Tensor:
-    """Returns the sum of a matrix's rows, a bias's gradient. torch's own sum needs twice the matrix's memory."""
-    if torch.compiler.is_compiling():  # Dynamo lets no backward ask for a layout, as public functions do
-        return dy.sum(0)
-    return gemv(dy.mT, dy.new_ones(dy.shape[0]))
-
-
 def cost(a: torch.Tensor, x: torch.Tensor) -> tuple[Cost, Cost]:
     K = max(1, a.shape[1])
     y, flops = x.numel() // K * a.shape[0] * a.element_size(), 2 * a.numel() * x.numel() // K

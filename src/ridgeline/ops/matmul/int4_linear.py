@@ -17,6 +17,7 @@ from ridgeline.op import Case, Implementation, Op, Spec
 from ridgeline.ops.matmul import _few_bits, _int4_cuda
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind
 
 _Maybe = torch.Tensor | None
@@ -64,21 +65,21 @@ def int4_linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, bias = _few_bits.cast(x, bias)
-    plain, settled = _look(x, q, scale, zero, g_idx, bias, activation, impl)
+    plain, settled, sure = _look(x, q, scale, zero, g_idx, bias, activation, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, zero, g_idx=g_idx, bias=bias, activation=activation)
-    return _few_bits.call("int4_linear", x, q, scale, zero, bias, activation, impl, settled)
+    return _few_bits.call("int4_linear", x, q, scale, zero, bias, activation, impl, settled, sure)
 
 
-@by_kind(6, optional=3, strides=True, gradients=True)
+@by_kind(6, optional=3, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, q: Any, scale: Any, zero: Any, g_idx: Any, bias: Any, activation: str | None, impl: str | None
-) -> tuple[Implementation | None, bool]:
+) -> tuple[Implementation | None, bool, Sure | None]:
     """Checks a call and chooses. Returns too whether it is `settled`."""
     _few_bits.check("int4_linear", x, q, scale, bias, activation, torch.uint8, zero=zero, g_idx=g_idx)
     _few_bits.check_groups("int4_linear", q, scale, zero, g_idx)
     reason = "it takes groups in order, without g_idx" if g_idx is not None else _few_bits.unfit(x, q, scale)
-    return _few_bits.plain_rung(INT4_LINEAR, impl, x, reason), _few_bits.settled(x, q, scale, zero, bias)
+    return _few_bits.plain_rung(INT4_LINEAR, impl, x, reason), _few_bits.settled(x, q, scale, zero, bias), None
 
 
 def _case(

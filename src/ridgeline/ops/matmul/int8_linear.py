@@ -17,6 +17,7 @@ from ridgeline.op import Case, Implementation, Op, RidgelineError, Spec
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
 from ridgeline.ops.matmul._scaled import Scale
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind
 
 _Maybe = torch.Tensor | None
@@ -53,16 +54,16 @@ def int8_linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, bias = _few_bits.cast(x, bias)
-    plain, settled = _look(x, q, scale, bias, activation, impl)
+    plain, settled, sure = _look(x, q, scale, bias, activation, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, bias=bias, activation=activation)
-    return _few_bits.call("int8_linear", x, q, scale, None, bias, activation, impl, settled)
+    return _few_bits.call("int8_linear", x, q, scale, None, bias, activation, impl, settled, sure)
 
 
-@by_kind(4, optional=1, strides=True, gradients=True)
+@by_kind(4, optional=1, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, q: Any, scale: Any, bias: Any, activation: str | None, impl: str | None
-) -> tuple[Implementation | None, bool]:
+) -> tuple[Implementation | None, bool, Sure | None]:
     """Checks a call and chooses. Returns too whether it is `settled`."""
     _few_bits.check("int8_linear", x, q, scale, bias, activation, torch.int8)
     if tuple(scale.shape) not in ((q.shape[0],), (q.shape[0], 1)):
@@ -70,7 +71,7 @@ def _look(
             f"int8_linear: scale must be ({q.shape[0]},) or ({q.shape[0]}, 1), got {tuple(scale.shape)}"
         )
     plain = _few_bits.plain_rung(INT8_LINEAR, impl, x, _few_bits.unfit(x, q, scale))
-    return plain, _few_bits.settled(x, q, scale, bias)
+    return plain, _few_bits.settled(x, q, scale, bias), None
 
 
 def _case(M: int, N: int, K: int, use: str = "check", bias: bool = False, **options: Any) -> Case:

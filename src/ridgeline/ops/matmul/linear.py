@@ -19,7 +19,6 @@ from ridgeline.boundary import Function, differentiate, first_order, kernel_op
 from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _linear, _main_grad
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS, undo
-from ridgeline.ops.matmul.gemv import sum_of_rows
 from ridgeline.ops.matmul.matmul import (
     HOPPER,
     PADDED,
@@ -30,6 +29,7 @@ from ridgeline.ops.matmul.matmul import (
     precision,
     product,
     rows_of,
+    sum_of_rows,
 )
 from ridgeline.select import by_kind, eager, run
 

@@ -17,6 +17,7 @@ import torch
 from ridgeline.op import Case, Implementation, Op, RidgelineError, Spec
 from ridgeline.ops.matmul import _few_bits
 from ridgeline.ops.matmul._epilogue import ACTIVATIONS
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind
 from ridgeline.tiles import float4
 
@@ -55,16 +56,16 @@ def mxfp4_linear(
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
     x, bias = _few_bits.cast(x, bias)
-    plain, settled = _look(x, q, scale, bias, activation, impl)
+    plain, settled, sure = _look(x, q, scale, bias, activation, impl)
     if plain is not None and plain.call is not None:
         return plain.call(x, q, scale, bias=bias, activation=activation)
-    return _few_bits.call("mxfp4_linear", x, q, scale, None, bias, activation, impl, settled)
+    return _few_bits.call("mxfp4_linear", x, q, scale, None, bias, activation, impl, settled, sure)
 
 
-@by_kind(4, optional=1, strides=True, gradients=True)
+@by_kind(4, optional=1, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, q: Any, scale: Any, bias: Any, activation: str | None, impl: str | None
-) -> tuple[Implementation | None, bool]:
+) -> tuple[Implementation | None, bool, Sure | None]:
     """Checks a call and chooses. Returns too whether it is `settled`."""
     _few_bits.check("mxfp4_linear", x, q, scale, bias, activation, torch.uint8, (torch.uint8,))
     wanted = q.shape[0], q.shape[1] // 16
@@ -74,7 +75,7 @@ def _look(
             f"mxfp4_linear: q must be (N, K / 2) and scale (N, K / 32), K a multiple of 32, got {given}"
         )
     plain = _few_bits.plain_rung(MXFP4_LINEAR, impl, x, _few_bits.unfit(x, q, scale))
-    return plain, _few_bits.settled(x, q, scale, bias)
+    return plain, _few_bits.settled(x, q, scale, bias), None
 
 
 class _Powers(Spec):

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ridgeline.boundary import Function, differentiate, first_order, kernel_op, written
+from ridgeline.boundary import Function, bumped, differentiate, first_order, kernel_op, written
 from ridgeline.op import Cost, Implementation, Op, nbytes
 from ridgeline.ops.recurrent import _channel_chunks, _chunks
+from ridgeline.replay import Sure
 from ridgeline.select import eager, run
 
 Maybe = torch.Tensor | None
@@ -137,9 +138,12 @@ def one_step(q: torch.Tensor, given: Given) -> bool:
     return given.inplace and given.initial_state is not None and q.shape[1] == 1 and given.cu_seqlens is None
 
 
-def stepped(o: torch.Tensor, state: Maybe, return_state: bool) -> Any:
-    """As `finished`, where a kernel has written over the first state."""
-    written(state)
+def stepped(o: torch.Tensor, state: Any, return_state: bool, sure: Sure | None) -> Any:
+    """As `finished`, where a kernel has written over the first state. sure: what a guard knows of the call."""
+    if sure is None:
+        written(state)
+    else:
+        bumped((state,))
     return (o, state) if return_state else o
 
 
@@ -252,17 +256,23 @@ def engine(name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, .
 
 
 class Found(NamedTuple):
-    """What a look at a call's arguments found. step: whether it is a decoder's step, in place."""
+    """What a look at a call's arguments found. step: whether it is a decoder's step, in place. tidy: whether kernels
+    take the gates as they are. sure: what a guard knows of the call."""
 
     plain: Implementation | None
     scale: float
     step: bool
+    tidy: bool = True
+    sure: Sure | None = None
 
 
-def found(op: Op, impl: str | None, given: Given, q: Any, k: Any, v: Any, usual: float) -> Found:
+def found(
+    op: Op, impl: str | None, given: Given, q: Any, k: Any, v: Any, usual: float, g: Maybe = None, u: Maybe = None
+) -> Found:  # fmt: skip
     """usual: the scale if none is given."""
     plain, scale = eager(op, impl, q, k, v), usual if given.scale is None else float(given.scale)
-    return Found(plain, scale, plain is None and one_step(q, given))
+    tidy = (g is None or g.dim() < 4 or g.stride(-1) == 1) and (u is None or u.is_contiguous())
+    return Found(plain, scale, plain is None and one_step(q, given), tidy)
 
 
 def served(
@@ -270,14 +280,14 @@ def served(
     return_state: bool, ends: Maybe, inplace: bool,
 ) -> Any:  # fmt: skip
     """Runs a call by the implementation that serves it."""
-    plain, scale, step = known
+    plain, scale, step, tidy, sure = known
     if plain is not None:
         return recurrence(q, k, v, g, u, Given(first, return_state, ends, inplace, scale), scale)
-    if g is not None and g.dim() == 4 and g.stride(-1) != 1:
-        g = g.contiguous()
-    u = u if u is None or u.is_contiguous() else u.contiguous()
+    if not tidy:
+        g = g.contiguous() if g is not None and g.dim() == 4 and g.stride(-1) != 1 else g
+        u = None if u is None else u.contiguous()
     if step:
-        return stepped(through.step(q, k, v, g, u, first, scale, impl), first, return_state)
+        return stepped(through.step(q, k, v, g, u, first, scale, impl, sure), first, return_state, sure)
     state = first if first is None or first.is_contiguous() else first.contiguous()
     o, state = through.run(q, k, v, g, u, state, ends, scale, precision(), impl)
     return finished(o, state, Given(first, return_state, ends, inplace, scale))

@@ -78,8 +78,8 @@ def delta_recurrence(args: Delta, given: Given, scale: float) -> Any:
 def delta_found(op: Op, impl: str | None, args: Delta, given: Given, usual: float) -> Found:
     """usual: the scale if none is given."""
     plain = eager(op, impl, args.q, args.k, args.v, args.a, args.b)
-    scale = usual if given.scale is None else float(given.scale)
-    return Found(plain, scale, plain is None and one_step(args.q, given))
+    scale, g = usual if given.scale is None else float(given.scale), args.g
+    return Found(plain, scale, plain is None and one_step(args.q, given), g.dim() < 4 or g.stride(-1) == 1)
 
 
 def delta_served(
@@ -87,16 +87,15 @@ def delta_served(
     return_state: bool, ends: Maybe, inplace: bool,
 ) -> Any:  # fmt: skip
     """Runs a call by the implementation that serves it. args: those of `Delta` that are tensors."""
-    plain, scale, step = known
+    plain, scale, step, tidy, sure = known
     if plain is not None:
         return delta_recurrence(
             Delta(*args)._replace(normalize=normalize), Given(first, return_state, ends, inplace, scale), scale
         )
-    g = args[3]
-    if g.dim() == 4 and g.stride(-1) != 1:
-        args = *args[:3], g.contiguous(), *args[4:]
+    if not tidy:
+        args = *args[:3], args[3].contiguous(), *args[4:]
     if step:
-        return stepped(through.step(*args, first, normalize, scale, impl), first, return_state)
+        return stepped(through.step(*args, first, normalize, scale, impl, sure), first, return_state, sure)
     state = first if first is None or first.is_contiguous() else first.contiguous()
     o, state = through.run(*args, state, ends, normalize, scale, precision(), impl)
     return finished(o, state, Given(first, return_state, ends, inplace, scale))

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import INTERPRETED, Function, differentiate, first_order, kernel_op, launch, tracing, written
-from ridgeline.op import Case, Cost, Implementation, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.boundary import INTERPRETED, Function, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.ops.recurrent._calls import Found, stepped
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
     Line,
@@ -245,16 +246,14 @@ def causal_conv1d(
     Values on a GPU are not validated (that would synchronise).
     Raises RidgelineError if the arguments do not fit together, or if `impl` cannot run the call.
     """
-    plain, step = _look(x, weight, bias, initial_state, cu_seqlens, activation, inplace, impl)
+    plain, _, step, tidy, sure = _look(x, weight, bias, initial_state, cu_seqlens, activation, inplace, impl)
     if plain is not None and plain.call is not None:
         options: dict[str, Any] = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         options |= {"activation": activation, "return_state": return_state, "inplace": inplace}
         return plain.call(x, weight, bias, **options)
-    bias = bias if bias is None or bias.is_contiguous() else bias.contiguous()
-    if step and initial_state is not None:
-        y = _step(x, weight, bias, initial_state, activation, impl)
-        written(initial_state)
-        return (y, initial_state) if return_state else y
+    bias = bias if tidy or bias is None else bias.contiguous()
+    if step:
+        return stepped(_step(x, weight, bias, initial_state, activation, impl, sure), initial_state, return_state, sure)
     first = initial_state
     first = first if first is None or first.is_contiguous() else first.contiguous()
     args = x, weight, bias, first, cu_seqlens, activation, return_state or inplace, impl
@@ -265,18 +264,19 @@ def causal_conv1d(
     return _finished(y, state, initial_state, return_state, inplace)
 
 
-@by_kind(5, optional=3, strides=True, gradients=True)
+@by_kind(5, optional=3, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, weight: Any, bias: Any, initial_state: Any, cu_seqlens: Any, activation: str | None, inplace: bool,
     impl: str | None,
-) -> tuple[Implementation | None, bool]:  # fmt: skip
-    """Checks a call and chooses. Returns too whether it is a decoder's step, in place."""
+) -> Found:  # fmt: skip
+    """Checks a call and chooses."""
     given = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
     wrong = _fault(given, activation, inplace)
     if wrong:
         raise RidgelineError(f"causal_conv1d: {wrong}")
     plain = eager(OP, impl, x, weight, bias, cu_seqlens=cu_seqlens)
-    return plain, inplace and initial_state is not None and x.shape[1] == 1 and cu_seqlens is None
+    step = inplace and initial_state is not None and x.shape[1] == 1 and cu_seqlens is None
+    return Found(plain, 1.0, step, bias is None or bias.is_contiguous())
 
 
 def _fault(given: dict[str, Any], activation: Any, inplace: bool) -> str | None:

@@ -67,7 +67,7 @@ def gated_delta_rule(
     return delta_served(through, known, impl, tensors, normalize, initial_state, return_state, cu_seqlens, inplace)
 
 
-@by_kind(7, optional=2, strides=True, gradients=True)
+@by_kind(7, optional=2, strides=True, gradients=True, sure=True)
 def _look(
     q: Any, k: Any, v: Any, g: Any, beta: Any, initial_state: Any, cu_seqlens: Any, normalize: bool, return_state: bool,
     inplace: bool, scale: float | None, impl: str | None,

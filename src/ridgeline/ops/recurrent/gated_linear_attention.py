@@ -63,7 +63,7 @@ def gated_linear_attention(
     return served(through, known, impl, q, k, v, g, None, initial_state, return_state, cu_seqlens, inplace)
 
 
-@by_kind(6, optional=2, strides=True, gradients=True)
+@by_kind(6, optional=2, strides=True, gradients=True, sure=True)
 def _look(
     q: Any, k: Any, v: Any, g: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
     inplace: bool, scale: float | None, impl: str | None,
@@ -71,7 +71,7 @@ def _look(
     """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("gated_linear_attention", {"q": q, "k": k}, ("v", v), {"g": (g, ("BTH", "BTHK"))}, given)
-    return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5)
+    return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5, g)
 
 
 class Decay(Spec):

@@ -63,7 +63,7 @@ def linear_attention(
     return served(through, known, impl, q, k, v, None, None, initial_state, return_state, cu_seqlens, inplace)
 
 
-@by_kind(5, optional=2, strides=True, gradients=True)
+@by_kind(5, optional=2, strides=True, gradients=True, sure=True)
 def _look(
     q: Any, k: Any, v: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
     inplace: bool, scale: float | None, impl: str | None,

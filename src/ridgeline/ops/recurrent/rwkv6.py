@@ -61,7 +61,7 @@ def rwkv6(
     return served(through, known, impl, r, k, v, w, u, initial_state, return_state, cu_seqlens, inplace)
 
 
-@by_kind(7, optional=2, strides=True, gradients=True)
+@by_kind(7, optional=2, strides=True, gradients=True, sure=True)
 def _look(
     r: Any, k: Any, v: Any, w: Any, u: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
     inplace: bool, scale: float | None, impl: str | None,
@@ -69,7 +69,7 @@ def _look(
     """Checks a call and chooses."""
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("rwkv6", {"r": r, "k": k}, ("v", v), {"w": (w, ("BTHK",)), "u": (u, ("HK",))}, given)
-    return found(OP, impl, given, r, k, v, 1.0)
+    return found(OP, impl, given, r, k, v, 1.0, w, u)
 
 
 class Decay(Spec):

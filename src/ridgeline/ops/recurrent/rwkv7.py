@@ -63,7 +63,7 @@ def rwkv7(
     return delta_served(through, known, impl, tensors, False, initial_state, return_state, cu_seqlens, inplace)
 
 
-@by_kind(8, optional=2, strides=True, gradients=True)
+@by_kind(8, optional=2, strides=True, gradients=True, sure=True)
 def _look(
     r: Any, w: Any, k: Any, v: Any, a: Any, b: Any, initial_state: Any, cu_seqlens: Any, return_state: bool,
     inplace: bool, scale: float | None, impl: str | None,

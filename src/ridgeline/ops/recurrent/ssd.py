@@ -125,21 +125,22 @@ def ssd(
     known = _look(
         x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, dt_softplus, return_state, inplace, scale, impl
     )
-    if known.plain is not None and known.plain.call is not None:
-        return known.plain.call(
+    plain, factor, step, tidy, sure = known
+    if plain is not None and plain.call is not None:
+        return plain.call(
             x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, initial_state=initial_state,
             return_state=return_state, cu_seqlens=cu_seqlens, inplace=inplace, scale=scale,
         )  # fmt: skip
-    if known.step and initial_state is not None:
-        z = z if z is None or z.stride(-1) == 1 else z.contiguous()
-        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, known.scale, impl)
-        return stepped(y, initial_state, return_state)
+    if step and initial_state is not None:
+        z = z if tidy or z is None else z.contiguous()
+        y = _token(x, dt, A, B, C, D, z, dt_bias, initial_state, dt_softplus, factor, impl, sure)
+        return stepped(y, initial_state, return_state, sure)
     whole = Given(initial_state, return_state, cu_seqlens, inplace, scale)
-    found = _served(impl, x, dt, A, B, C, D, z, dt_bias, dt_softplus, whole, known.scale)
+    found = _served(impl, x, dt, A, B, C, D, z, dt_bias, dt_softplus, whole, factor)
     return finished(found[0], found[1], whole)
 
 
-@by_kind(10, optional=5, strides=True, gradients=True)
+@by_kind(10, optional=5, strides=True, gradients=True, sure=True)
 def _look(
     x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_state: Any, cu_seqlens: Any,
     dt_softplus: bool, return_state: bool, inplace: bool, scale: float | None, impl: str | None,
@@ -154,7 +155,8 @@ def _look(
     if type(dt_softplus) is not bool:
         raise RidgelineError(f"ssd: dt_softplus must be True or False, but is {dt_softplus!r}")
     plain = eager(OP, impl, C, B, x, cu_seqlens=cu_seqlens)
-    return Found(plain, 1.0 if scale is None else float(scale), plain is None and one_step(x, whole))
+    factor, step = 1.0 if scale is None else float(scale), plain is None and one_step(x, whole)
+    return Found(plain, factor, step, z is None or z.stride(-1) == 1)
 
 
 def _pairs(

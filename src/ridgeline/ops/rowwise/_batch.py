@@ -1,12 +1,14 @@
 """batch_norm in Triton: statistics of each channel by parts, what they become, and the passes that apply them.
 
-x is (images, channels, positions) with any strides, so NCHW and channels_last are one kernel: a tile has some images,
-some positions and some channels, of which one dimension is long and adjacent in memory. A program merges its tiles'
-means and squares as in Chan, Golub and LeVeque, 1979; a second kernel merges the parts, all at once.
+x is (images, channels, positions). A tile has rows of adjacent numbers: 16 bytes of one channel's positions, or in
+channels_last memory up to 64 channels of a position. A thread keeps sums of its own numbers over all tiles of a part,
+so that nothing waits for other threads before the end. Each part sums around a number near its mean; another kernel
+merges the parts' means and squares as in Chan, Golub and LeVeque, 1979.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +20,30 @@ from ridgeline.boundary import launch
 from ridgeline.ops.rowwise._channels import channels_last, planes
 
 PARTS = 512  # the most parts of a channel
-ELEMENTS = 4096  # of a tile
+READ, WRITTEN = 2048, 4096  # numbers of a tile, where they are summed and where results are written
+WAVES = 16  # programs for each multiprocessor that sum; four run at a time
 
 
 class Shape(NamedTuple):
-    """Images, channels, and positions of an image."""
+    """Images, channels, positions of an image, rows, and chunks of channels."""
 
     images: int
     channels: int
     size: int
+    rows: int
+    chunks: int
+
+
+class Tile(NamedTuple):
+    """ROWS rows of WIDTH positions of one channel, or with LAST of WIDTH channels.
+
+    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits."""
+
+    ROWS: int
+    WIDTH: int
+    LAST: bool
+    ALIGNED: int
+    WIDE: bool
 
 
 class Affine(NamedTuple):
@@ -47,18 +64,43 @@ class Rules(NamedTuple):
 
 
 @triton.jit
-def _block(block, first, shape, BB: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr):
-    """The images, positions and channels of a tile, and which of them exist."""
-    across = tl.cdiv(shape.size, BS)
-    b = (block // across * BB + tl.arange(0, BB)).to(tl.int64)[:, None, None]
-    s = (block % across * BS + tl.arange(0, BS)).to(tl.int64)[None, :, None]
-    c = (first * BC + tl.arange(0, BC)).to(tl.int64)[None, None, :]
-    return b, s, c, (b < shape.images) & (s < shape.size) & (c < shape.channels)
+def _channel(first, TILE: tl.constexpr):
+    """The channels of a tile: (WIDTH,) if LAST, else (1,)."""
+    many: tl.constexpr = TILE.WIDTH if TILE.LAST else 1
+    return first * many + tl.arange(0, many)
 
 
 @triton.jit
-def _at(tensor, steps, b, s, c):
-    return tensor + b * steps[0] + c * steps[1] + s * steps[2]
+def _rows(block, end, first, shape, TILE: tl.constexpr):
+    """Image and position of each row of a tile, its channels, and (ROWS, columns) which exist before row `end`."""
+    count: tl.constexpr = TILE.ROWS
+    width: tl.constexpr = 1 if TILE.LAST else TILE.WIDTH
+    if TILE.WIDE:
+        row = tl.cast(block, tl.int64) * count + tl.arange(0, count)
+    else:
+        row = block * count + tl.arange(0, count)
+    image, place = row * 0, row
+    if shape.images != 1:
+        image = row // (shape.size // width)
+        place = row - image * (shape.size // width)
+    c = _channel(first, TILE)
+    return image.to(tl.int64), place.to(tl.int64) * width, c, (row < end)[:, None] & (c < shape.channels)[None, :]
+
+
+@triton.jit
+def _at(tensor, steps, image, place, first, TILE: tl.constexpr):
+    """(ROWS, WIDTH) pointers."""
+    width: tl.constexpr = TILE.WIDTH
+    aligned: tl.constexpr = TILE.ALIGNED
+    across = tl.arange(0, width).to(tl.int64)
+    start = image * steps[0] + place * steps[2]
+    if TILE.LAST:
+        start += first.to(tl.int64) * width * steps[1]
+        across = across * steps[1]
+    else:
+        start += first.to(tl.int64) * steps[1]
+        across = across * steps[2]
+    return tensor + tl.multiple_of(start, aligned)[:, None] + across[None, :]
 
 
 @triton.jit
@@ -81,37 +123,62 @@ def _affine(given, c, shape, RULES: tl.constexpr):
 
 
 @triton.jit
-def _sum(t):
-    return tl.sum(tl.sum(t, 0), 0)
+def _sum(t, TILE: tl.constexpr):
+    """Each channel's sum over a tile."""
+    down = tl.sum(t, 0)
+    if TILE.LAST:
+        found = down
+    else:
+        found = tl.sum(down[None, :], 1)
+    return found
 
 
 @triton.jit
-def _statistics(parts, x, steps, shape, BB: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr):
-    """parts (3, P, C) = count, mean and sum of squares around the mean of each part of each channel."""
-    blocks = tl.cdiv(shape.images, BB) * tl.cdiv(shape.size, BS)
-    each = tl.cdiv(blocks, tl.num_programs(1))
-    begin = tl.program_id(1) * each
-    count = tl.zeros((BC,), tl.float32)
-    mean, squares = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    for block in range(begin, tl.minimum(begin + each, blocks)):
-        b, s, c, inside = _block(block, tl.program_id(0), shape, BB, BS, BC)
-        value = tl.load(_at(x, steps, b, s, c), mask=inside, other=0).to(tl.float32)
-        new = _sum(inside.to(tl.float32))
-        some = tl.maximum(new, 1.0)
-        middle = _sum(value) / some
-        off = tl.where(inside, value - middle[None, None, :], 0.0)
-        total = tl.maximum(count + new, 1.0)
-        delta = tl.where(new > 0, middle - mean, 0.0)
-        squares += _sum(off * off) + delta * delta * (count * new / total)
-        mean += delta * (new / total)
-        count += new
-    channel = tl.program_id(0) * BC + tl.arange(0, BC)
-    at = tl.program_id(1) * shape.channels + channel
-    plane = tl.num_programs(1) * shape.channels
-    known = channel < shape.channels
-    tl.store(parts + at, count, mask=known)
-    tl.store(parts + plane + at, mean, mask=known)
-    tl.store(parts + 2 * plane + at, squares, mask=known)
+def _part(shape, TILE: tl.constexpr):
+    """A program's chunk of channels and part, how many parts there are, its first tile and row, and its last row."""
+    first, part = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
+    parts = tl.num_programs(0) // shape.chunks
+    blocks = tl.cdiv(shape.rows, TILE.ROWS)
+    begin = part * tl.cdiv(blocks, parts)
+    end = tl.minimum((begin + tl.cdiv(blocks, parts)) * TILE.ROWS, shape.rows)
+    return first, part, parts, begin, end
+
+
+@triton.jit
+def _read(x, steps, block, end, first, shape, TILE: tl.constexpr):
+    """A tile in float32, 0 where there is none, and which of its numbers exist."""
+    image, place, _, inside = _rows(block, end, first, shape, TILE)
+    return tl.load(_at(x, steps, image, place, first, TILE), mask=inside, other=0).to(tl.float32), inside
+
+
+@triton.jit
+def _statistics(parts, x, steps, shape, TILE: tl.constexpr):
+    """parts (3, P, C) = count, mean and sum of squares around the mean of each part of each channel.
+
+    A part sums x - near and its square, near being the first tile's mean. The variance then keeps its digits, whatever
+    the mean: that tile's distance from the part's mean is part of the variance."""
+    first, part, several, begin, end = _part(shape, TILE)
+    c = _channel(first, TILE)
+    each: tl.constexpr = 1 if TILE.LAST else TILE.WIDTH
+    value, inside = _read(x, steps, begin, end, first, shape, TILE)
+    near = _sum(value, TILE) / tl.maximum(tl.minimum(end - begin * TILE.ROWS, TILE.ROWS) * each, 1).to(tl.float32)
+    sums, squares = tl.zeros_like(value), tl.zeros_like(value)
+    for block in range(begin, tl.cdiv(end, TILE.ROWS), 4):
+        value, inside = _read(x, steps, block, end, first, shape, TILE)
+        value1, inside1 = _read(x, steps, block + 1, end, first, shape, TILE)
+        value2, inside2 = _read(x, steps, block + 2, end, first, shape, TILE)
+        value3, inside3 = _read(x, steps, block + 3, end, first, shape, TILE)
+        off, off1 = value - tl.where(inside, near[None, :], 0.0), value1 - tl.where(inside1, near[None, :], 0.0)
+        off2, off3 = value2 - tl.where(inside2, near[None, :], 0.0), value3 - tl.where(inside3, near[None, :], 0.0)
+        sums += (off + off1) + (off2 + off3)
+        squares = off3 * off3 + (off2 * off2 + (off1 * off1 + (off * off + squares)))
+    count = tl.maximum(end - begin * TILE.ROWS, 0).to(tl.float32) * each
+    apart = _sum(sums, TILE) / tl.maximum(count, 1.0)
+    around = tl.maximum(_sum(squares, TILE) - apart * apart * count, 0.0)
+    at, plane, known = part * shape.channels + c, several * shape.channels, c < shape.channels
+    tl.store(parts + at, tl.zeros_like(apart) + count, mask=known)
+    tl.store(parts + plane + at, near + apart, mask=known)
+    tl.store(parts + 2 * plane + at, tl.where(apart == apart, around, apart), mask=known)  # NaN stays
 
 
 @triton.jit
@@ -144,25 +211,26 @@ def _settle(mean, rstd, running, parts, shape, eps, momentum, COUNT, P: tl.const
 
 
 @triton.jit
-def _apply(y, x, add, given, steps, shape, RULES: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr):
+def _apply(y, x, add, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """y = relu((x - mean) rstd w + b + add), without what is not asked for. steps: of y, x and add."""
-    b, s, c, inside = _block(tl.program_id(1), tl.program_id(0), shape, BB, BS, BC)
+    first, block = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
+    image, place, c, inside = _rows(block, shape.rows, first, shape, TILE)
     mean, rstd, w, bias = _affine(given, c, shape, RULES)
-    value = tl.load(_at(x, steps[1], b, s, c), mask=inside, other=0).to(tl.float32)
-    value = (value - mean) * (rstd * w) + bias
+    value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
+    value = (value - mean[None, :]) * (rstd * w)[None, :] + bias[None, :]
     if add is not None:
-        value += tl.load(_at(add, steps[2], b, s, c), mask=inside, other=0).to(tl.float32)
+        value += tl.load(_at(add, steps[2], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
     if RULES.RELU:
         value = tl.where(value > 0, value, tl.where(value != value, value, 0.0))  # NaN stays
-    tl.store(_at(y, steps[0], b, s, c), value.to(y.dtype.element_ty), mask=inside)
+    tl.store(_at(y, steps[0], image, place, first, TILE), value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gradient(dy, y, steps, b, s, c, inside, RULES: tl.constexpr):
+def _gradient(dy, y, steps, image, place, first, inside, RULES: tl.constexpr, TILE: tl.constexpr):
     """dy, or 0 where relu cut y off."""
-    g = tl.load(_at(dy, steps[0], b, s, c), mask=inside, other=0).to(tl.float32)
+    g = tl.load(_at(dy, steps[0], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
     if RULES.RELU:
-        kept = tl.load(_at(y, steps[2], b, s, c), mask=inside, other=0)
+        kept = tl.load(_at(y, steps[2], image, place, first, TILE), mask=inside, other=0)
         g = tl.where(kept <= 0, 0.0, g)  # as torch: NaN passes
     return g
 
@@ -184,31 +252,31 @@ def _write(to, c, inside, of_product, of_g):
 
 
 @triton.jit
-def _sums(
-    parts, to, dy, x, y, given, steps, shape, RULES: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr,
-    BC: tl.constexpr
-):  # fmt: skip
+def _sums(parts, to, dy, x, y, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """parts (2, P, C) = each part's sums of g and of g xh, for the gradient g before relu. steps: of dy, x and y.
 
     to: dw and db if there is one part."""
-    blocks = tl.cdiv(shape.images, BB) * tl.cdiv(shape.size, BS)
-    each = tl.cdiv(blocks, tl.num_programs(1))
-    begin = tl.program_id(1) * each
-    of_g, of_product = tl.zeros((BC,), tl.float32), tl.zeros((BC,), tl.float32)
-    for block in range(begin, tl.minimum(begin + each, blocks)):
-        b, s, c, inside = _block(block, tl.program_id(0), shape, BB, BS, BC)
-        g = _gradient(dy, y, steps, b, s, c, inside, RULES)
-        mean, rstd, _, _ = _affine(given, c, shape, RULES)
-        value = tl.load(_at(x, steps[1], b, s, c), mask=inside, other=0).to(tl.float32)
-        off = tl.where(inside, (value - mean) * rstd, 0.0)
-        of_g += _sum(g)
-        of_product += _sum(g * off)
-    channel = tl.program_id(0) * BC + tl.arange(0, BC)
-    at = tl.program_id(1) * shape.channels + channel
-    known = channel < shape.channels
-    tl.store(parts + at, of_g, mask=known)
-    tl.store(parts + tl.num_programs(1) * shape.channels + at, of_product, mask=known)
-    _write(to, channel, known, of_product, of_g)
+    first, part, several, begin, end = _part(shape, TILE)
+    c = _channel(first, TILE)
+    mean, rstd, _, _ = _affine(given, c, shape, RULES)
+    image, place, _, inside = _rows(begin, end, first, shape, TILE)
+    of_g = tl.zeros(_at(x, steps[1], image, place, first, TILE).shape, tl.float32)
+    of_product = of_g
+    for block in range(begin, tl.cdiv(end, TILE.ROWS), 2):
+        image, place, _, inside = _rows(block, end, first, shape, TILE)
+        image1, place1, _, inside1 = _rows(block + 1, end, first, shape, TILE)
+        value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0)
+        value1 = tl.load(_at(x, steps[1], image1, place1, first, TILE), mask=inside1, other=0)
+        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
+        g1 = _gradient(dy, y, steps, image1, place1, first, inside1, RULES, TILE)
+        of_g += g + g1
+        off, off1 = value.to(tl.float32) - mean[None, :], value1.to(tl.float32) - mean[None, :]
+        of_product = g1 * off1 + (g * off + of_product)
+    g, product = _sum(of_g, TILE), _sum(of_product, TILE) * rstd
+    at, known = part * shape.channels + c, c < shape.channels
+    tl.store(parts + at, g, mask=known)
+    tl.store(parts + several * shape.channels + at, product, mask=known)
+    _write(to, c, known, product, g)
 
 
 @triton.jit
@@ -234,55 +302,82 @@ class Gradients(NamedTuple):
 
 
 @triton.jit
-def _spread(
-    dy, to, x, y, sums, given, steps, shape, RULES: tl.constexpr, BB: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr
-):
+def _spread(dy, to, x, y, sums, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """dx = rstd w (g - mean(g) - xh mean(g xh)), or rstd w g if EVAL; dadd = g. steps: of dy, x, y, dx and dadd."""
-    b, s, c, inside = _block(tl.program_id(1), tl.program_id(0), shape, BB, BS, BC)
-    g = _gradient(dy, y, steps, b, s, c, inside, RULES)
+    first, block = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
+    image, place, c, inside = _rows(block, shape.rows, first, shape, TILE)
+    g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
     if to.dadd is not None:
-        tl.store(_at(to.dadd, steps[4], b, s, c), g.to(to.dadd.dtype.element_ty), mask=inside)
+        at = _at(to.dadd, steps[4], image, place, first, TILE)
+        tl.store(at, g.to(to.dadd.dtype.element_ty), mask=inside)
     if to.dx is not None:
         mean, rstd, w, _ = _affine(given, c, shape, RULES)
         if not RULES.EVAL:
             number = shape.images * (shape.size * 1.0)
-            value = tl.load(_at(x, steps[1], b, s, c), mask=inside, other=0).to(tl.float32)
-            off = (value - mean) * rstd
-            g -= _of(sums, c, shape, 0.0) / number + off * (_of(sums + shape.channels, c, shape, 0.0) / number)
-        tl.store(_at(to.dx, steps[3], b, s, c), (g * (rstd * w)).to(to.dx.dtype.element_ty), mask=inside)
+            value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
+            of_g = _of(sums, c, shape, 0.0) / number
+            of_product = rstd * (_of(sums + shape.channels, c, shape, 0.0) / number)
+            g -= of_g[None, :] + (value - mean[None, :]) * of_product[None, :]
+        at = _at(to.dx, steps[3], image, place, first, TILE)
+        tl.store(at, (g * (rstd * w)[None, :]).to(to.dx.dtype.element_ty), mask=inside)
 
 
 class Plan(NamedTuple):
-    """How a tensor is cut into tiles: their sizes, how many there are, and in how many parts a channel is read."""
+    """How tensors are cut into tiles, to be summed and to be written, and in how many parts a channel is summed."""
 
     shape: Shape
-    tile: dict[str, Any]
-    chunks: int  # of channels
-    blocks: int  # of images and positions
+    read: Tile
+    written: Tile
     parts: int
+    warps: int
 
 
-def plan(x: torch.Tensor) -> Plan:
-    """x: (images, channels, positions)."""
+def _aligned(x: torch.Tensor, last: bool, tensors: tuple[torch.Tensor, ...]) -> int:
+    """The largest power of two, of at most 16 bytes, that divides where rows of all tensors begin."""
+    sizes = x.shape
+    adjacent, others = (1, (0, 2)) if last else (2, (0, 1))
+    width = 16 // x.element_size() if last else math.gcd(16 // x.element_size(), sizes[2])
+    for t in tensors:
+        if sizes[adjacent] > 1 and t.stride(adjacent) != 1:
+            return 1
+        width = math.gcd(width, *(t.stride(d) for d in others if sizes[d] > 1))
+    return width
+
+
+def plan(x: torch.Tensor, *others: Any) -> Plan:
+    """x: (images, channels, positions). others: tensors of its shape that are read or written with it, or None."""
     B, C, S = x.shape
-    up = triton.next_power_of_2
-    bc = min(up(C), 64) if channels_last(x) else 1
-    bs = min(up(S), ELEMENTS // bc if bc > 1 else 1024)
-    bb = max(1, min(up(B), ELEMENTS // (bc * bs)))
-    chunks, blocks = triton.cdiv(C, bc), triton.cdiv(B, bb) * triton.cdiv(S, bs)
+    tensors = x, *(t for t in others if t is not None)
+    last = channels_last(x)
+    aligned = _aligned(x, last, tensors)
+    if last and all(t.stride(0) == S * t.stride(2) for t in tensors):
+        B, S = 1, B * S  # positions of all images follow each other
+    width = min(triton.next_power_of_2(C), 64) if last else aligned
+    chunks, rows = triton.cdiv(C, width) if last else C, B * S // (1 if last else width)
+    read, written = [Tile(n // width, width, last, aligned, rows + 4 * n >= 2**31) for n in (READ, WRITTEN)]
     gpu = device.of(x)
-    programs = 4 * gpu.multiprocessors
-    parts = max(1, min(blocks, triton.cdiv(programs, max(1, chunks)), PARTS))
-    return Plan(Shape(B, C, S), {"BB": bb, "BS": bs, "BC": bc, "num_warps": 256 // gpu.warp}, chunks, blocks, parts)
+    most = WAVES * gpu.multiprocessors // max(1, chunks)
+    parts = max(1, min(triton.cdiv(rows, 4 * read.ROWS), most, PARTS))
+    return Plan(Shape(B, C, S, rows, chunks), read, written, parts, 256 // gpu.warp)
+
+
+def _sum_by_parts(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
+    grid = (plan.shape.chunks * plan.parts,)
+    launch(kernel, grid, *args, plan.shape, TILE=plan.read, num_warps=plan.warps, **facts)
+
+
+def _pass(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
+    grid = (plan.shape.chunks * triton.cdiv(plan.shape.rows, plan.written.ROWS),)
+    launch(kernel, grid, *args, plan.shape, TILE=plan.written, num_warps=plan.warps, **facts)
 
 
 def _merging(plan: Plan) -> dict[str, Any]:
     """The tile of the kernels that merge parts: all parts of some channels."""
     p = triton.next_power_of_2(plan.parts)
-    return {"P": p, "BC": max(1, min(32, ELEMENTS // p))}
+    return {"P": p, "BC": max(1, min(32, 4096 // p))}
 
 
-def _rows(plan: Plan, tile: dict[str, Any]) -> tuple[int]:
+def _each(plan: Plan, tile: dict[str, Any]) -> tuple[int]:
     return (triton.cdiv(plan.shape.channels, tile["BC"]),)
 
 
@@ -297,21 +392,20 @@ def launch_fwd(
 ) -> None:  # fmt: skip
     """Fills y, and in training mean and rstd (C,); moves the running statistics."""
     x, to, add = planes(x), planes(y), None if add is None else planes(add)
-    cut = plan(x)
+    cut = plan(x, to, add)
     w, b, moved_mean, moved_var = _adjacent(w, b, running_mean, running_var)
     if training:
         merging = _merging(cut)
         parts = torch.empty((3, cut.parts, cut.shape.channels), dtype=torch.float32, device=x.device)
-        launch(_statistics, (cut.chunks, cut.parts), parts, x, x.stride(), cut.shape, **cut.tile)
+        _sum_by_parts(cut, _statistics, parts, x, x.stride())
         facts = Affine(moved_mean, moved_var, None, None, 0.0), parts, cut.shape, eps, momentum, cut.parts
-        launch(_settle, _rows(cut, merging), mean, rstd, *facts, **merging)
+        launch(_settle, _each(cut, merging), mean, rstd, *facts, **merging)
         for own, moved in ((running_mean, moved_mean), (running_var, moved_var)):
             if own is not moved:
                 own.copy_(moved)
     given = Affine(mean, rstd, w, b, eps) if training else Affine(moved_mean, moved_var, w, b, eps)
     steps = to.stride(), x.stride(), None if add is None else add.stride()
-    rules = Rules(relu, not training)
-    launch(_apply, (cut.chunks, cut.blocks), to, x, add, given, steps, cut.shape, RULES=rules, **cut.tile)
+    _pass(cut, _apply, to, x, add, given, steps, RULES=Rules(relu, not training))
 
 
 def launch_bwd(
@@ -320,7 +414,8 @@ def launch_bwd(
 ) -> None:  # fmt: skip
     """Fills the gradients that `need` names, others being None: 1 dx, 2 dw, 4 db, 8 dadd. y: of relu, else None."""
     x, dy, y = planes(x), planes(dy), None if y is None else planes(y)
-    cut, rules = plan(x), Rules(y is not None, not training)
+    made = Gradients(None if dx is None else planes(dx), None if dadd is None else planes(dadd))
+    cut, rules = plan(x, dy, y, *made), Rules(y is not None, not training)
     mean, spread, w = _adjacent(mean, spread, w)
     given = Affine(mean, spread, w, None, eps)
     steps = (dy.stride(), x.stride(), None if y is None else y.stride())
@@ -330,11 +425,9 @@ def launch_bwd(
         room = torch.empty((2 * (cut.parts + several), cut.shape.channels), dtype=torch.float32, device=x.device)
         sums, parts = room[:2], room[2 * several :]  # of a single part they are the same
         first = Sums(None, None) if several else to
-        launch(_sums, (cut.chunks, cut.parts), parts, first, dy, x, y, given, steps, cut.shape, RULES=rules, **cut.tile)
+        _sum_by_parts(cut, _sums, parts, first, dy, x, y, given, steps, RULES=rules)
         if several:
-            launch(_total, _rows(cut, merging), sums, to, parts, cut.shape, cut.parts, **merging)
-    made = Gradients(None if dx is None else planes(dx), None if dadd is None else planes(dadd))
+            launch(_total, _each(cut, merging), sums, to, parts, cut.shape, cut.parts, **merging)
     if need & 9:
         steps = (*steps, *(None if t is None else t.stride() for t in made))
-        grid = cut.chunks, cut.blocks
-        launch(_spread, grid, dy, made, x, y, sums, given, steps, cut.shape, RULES=rules, **cut.tile)
+        _pass(cut, _spread, dy, made, x, y, sums, given, steps, RULES=rules)

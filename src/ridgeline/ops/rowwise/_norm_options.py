@@ -33,4 +33,6 @@ def known_offset(name: str, offset: Any, rounding: Any, weight: Maybe) -> float:
 
 def result_dtype(x: torch.Tensor, weight: Maybe, rounding: str) -> torch.dtype:
     """The dtype of y: x's, or for "llama" that of x times the weight."""
-    return x.dtype if weight is None or rounding == "once" else torch.promote_types(x.dtype, weight.dtype)
+    if weight is None or rounding == "once" or weight.dtype == x.dtype:
+        return x.dtype
+    return torch.promote_types(x.dtype, weight.dtype)

@@ -22,6 +22,7 @@ from ridgeline.ops.rowwise import _batch
 from ridgeline.ops.rowwise._channels import empty_in_format
 from ridgeline.ops.rowwise._norm_options import known_eps
 from ridgeline.ops.rowwise.group_norm import Last
+from ridgeline.replay import Sure
 from ridgeline.select import by_kind, eager, run
 
 
@@ -71,12 +72,12 @@ class _BatchNorm(Function):
         ctx: Any, x: torch.Tensor, w: Any, b: Any, add: Any, running: Any, numbers: tuple[Any, ...]
     ) -> torch.Tensor:  # fmt: skip
         """running, numbers: in one argument each, since torch inspects each argument."""
-        training, momentum, eps, relu, impl = numbers
+        (training, momentum, eps, relu, impl), sure = numbers
         if training:
-            y, mean, spread = _train(x, *running, w, b, add, momentum, eps, relu, impl)
+            y, mean, spread = _train(x, *running, w, b, add, momentum, eps, relu, impl, sure)
         else:
             mean, spread = running
-            y = _evaluate(x, mean, spread, w, b, add, eps, relu, impl)
+            y = _evaluate(x, mean, spread, w, b, add, eps, relu, impl, sure)
         ctx.save_for_backward(x, y if relu else None, mean, spread, w)
         ctx.facts = training, eps, None if b is None else b.dtype, impl
         return y
@@ -150,37 +151,37 @@ def batch_norm(
     `impl` cannot run the call.
     """
     statistics = running_mean, running_var
-    plain, numbers, wanted = _look(
+    plain, numbers, wanted, sure = _look(
         x, running_mean, running_var, weight, bias, add, training, momentum, eps, activation, impl
     )
     if plain is not None and plain.call is not None:
         options = {"training": training, "momentum": momentum, "eps": numbers[2], "add": add, "activation": activation}
         return plain.call(x, *statistics, weight, bias, **options)
     if wanted:
-        y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, statistics, numbers)
+        y: torch.Tensor = differentiate(_BatchNorm, x, weight, bias, add, statistics, (numbers, sure))
     else:
         _, *rest = numbers
         y = (
-            _train(x, *statistics, weight, bias, add, *rest)[0]
+            _train(x, *statistics, weight, bias, add, *rest, sure)[0]
             if training
-            else _evaluate(x, *statistics, weight, bias, add, *rest[1:])
+            else _evaluate(x, *statistics, weight, bias, add, *rest[1:], sure)
         )
     if training:
         written(running_mean, running_var)
     return y
 
 
-@by_kind(6, optional=5, gradients=True)
+@by_kind(6, optional=5, gradients=True, sure=True)
 def _look(
     x: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, add: Any, training: bool, momentum: float,
     eps: float, activation: str | None, impl: str | None,
-) -> tuple[Any, tuple[Any, ...], bool]:  # fmt: skip
+) -> tuple[Any, tuple[Any, ...], bool, Sure | None]:  # fmt: skip
     """Checks a call and chooses. Returns too the options as the launchers take them, and if gradients are wanted."""
     per_channel = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
     eps = _check(x, per_channel, training, momentum, eps, add, activation)
     plain = eager(BATCH_NORM, impl, x, **per_channel, add=add)
     wanted = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in (x, weight, bias, add)])
-    return plain, (training, float(momentum), eps, activation == "relu", impl), wanted
+    return plain, (training, float(momentum), eps, activation == "relu", impl), wanted, None
 
 
 def _check(

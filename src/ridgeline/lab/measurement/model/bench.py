@@ -250,16 +250,19 @@ def together(processes: list[Process], steps: int, report: Callable[[str], None]
 
 
 def apart(processes: list[Process], steps: int, report: Callable[[str], None], emit: Callable[..., None]) -> None:
-    """One process is alive at a time, in repeated rounds. Losses are compared in the first round."""
-    for process in processes:
-        process.end()
+    """One process uses the GPU at a time, in repeated rounds, each in a new process, which imports while others run.
+
+    On a CPU the next starts only then. Losses are compared in the first round."""
     order = sorted(able(processes), key=lambda p: REFERENCES.index(p.task.variant))
     rounds = min(APART, steps)
     for number in range(rounds):
         for process in able(order):
+            gpu = process.task.device.startswith("cuda")
             report(f"round {number + 1} of {rounds}: {process.task.label}")
-            process.start()
-            imported([process])
+            if number and not gpu:
+                process.start()
+            if number:
+                imported([process])
             build([process])
             prepare([process], processes)
             disagreement(processes if number == 0 else [process])
@@ -268,6 +271,8 @@ def apart(processes: list[Process], steps: int, report: Callable[[str], None], e
             if number == rounds - 1 and process.status == "ok":
                 detail(process, False)
             process.end()
+            if number < rounds - 1 and process.status == "ok" and gpu:
+                process.start()
             emit(process)
 
 
@@ -316,7 +321,7 @@ def row(process: Process, roof: Row) -> Row:
                  "seq": task.seq, "variant": task.label, "status": process.status, "reason": process.reason,
                  "dtype": "bfloat16", "tolerance": TOLERANCE}  # fmt: skip
     kept = ("parameters", "versions", "losses", "reference", "between", "host_us", "host_small_us", "kinds", "kernels",
-            "launches", "undetailed", "patched", "followed", "routing")  # fmt: skip
+            "launches", "undetailed", "patched", "followed", "routing", "learning_rate")  # fmt: skip
     made |= {name: found[name] for name in kept if name in found}
     if "losses" in made:
         made["losses"] = [loss if isfinite(loss) else None for loss in made["losses"]]  # JSON has no other numbers

@@ -134,7 +134,9 @@ def _by_kind(out: Any, rows: list[Row]) -> None:
 def _losses(out: Any, rows: list[Row]) -> None:
     if not rows:
         return
-    title = f"losses of the first steps (beside {rows[0].get('reference', units.DASH)})"
+    rates = sorted({f"{row['learning_rate']:g}" for row in rows if "learning_rate" in row})  # older rows have none
+    beside = ", ".join([f"beside {rows[0].get('reference', units.DASH)}", *[f"learning rate {rate}" for rate in rates]])
+    title = f"losses of the first steps ({beside})"
     shown = [(row["variant"], *[figure(loss, "{:.4f}".format) for loss in row["losses"]]) for row in rows]
     print_table(title, ["variant"], [str(n) for n in range(1, len(rows[0]["losses"]) + 1)], shown, out)
     for row in rows:

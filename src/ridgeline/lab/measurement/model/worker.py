@@ -53,7 +53,7 @@ class Session:
         }
 
     def build(self) -> dict[str, Any]:
-        """Builds the variant, with its weights alone. Returns the least work of its step, and the GPU's bytes."""
+        """Builds the variant, with its weights alone. Returns the least work of its step, and its learning rate."""
         import torch
 
         from ridgeline.lab.measurement.model import step as model_step
@@ -61,12 +61,12 @@ class Session:
         task = self.task
         model = model_step.plain(task)
         least = model_step.work(model, task.batch, task.seq)
-        self.vocabulary = model.config.vocab_size
+        self.vocabulary, rate = model.config.vocab_size, model_step.rate(task.model, model.config)
         self.model, self.optimizer, patched = model_step.varied(task, model)
         self.ids = model_step.tokens(task, self.vocabulary, task.batch, task.seq)
         self.step = self.single = model_step.stepper(self.model, self.optimizer, self.ids)
         total = torch.cuda.get_device_properties(0).total_memory if self.gpu else 0
-        return {"work": least, "total_bytes": total, "patched": patched}
+        return {"work": least, "total_bytes": total, "patched": patched, "learning_rate": rate}
 
     def prepare(self, turn: Callable[[], Any]) -> dict[str, Any]:
         """Makes the first steps. Returns their losses, the peak of memory, and what stays between turns.
