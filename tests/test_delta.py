@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
+import test_gates
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.op import RidgelineError
@@ -142,6 +143,11 @@ def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int = 1) -> None:
     monkeypatch.setattr(_delta_chunks, "span", lambda gpu, programs, most, K: chunks)
 
 
+def with_halvings(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(tuning, "version", -10 - most)
+    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: most)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence in segments, as where few heads would leave most of a GPU idle: one alone, then packed ones, of which
@@ -171,7 +177,28 @@ def test_segments_without_states(kind: str, device: str, monkeypatch: pytest.Mon
     close(found, exactly, 5e-6)
 
 
-def test_shared_memory_of_backward(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_and_packed_sequences_in_half_precision(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in float16, with halvings so that rows meet in one product, in blocks, and by levels."""
+    function, args, given = inputs(kind, 1, 150, device, low=-0.1)
+    args, state = [a.half() for a in args], first_state(1, device)
+    with_halvings(monkeypatch, 6)
+    whole = everything(function, args, state, "triton", **given)
+    in_segments(monkeypatch, 2)
+    cut = everything(function, args, state, "triton", **given)
+    expected = exact(function, args, state, **given)
+    close(cut, expected, 2e-3)
+    close(whole, expected, 2e-3)
+    assert not all(torch.equal(a, b) for a, b in zip(cut, whole, strict=True))
+    ends, state = torch.tensor([0, 0, 99, 99, 131, 150], dtype=torch.int32, device=device), first_state(5, device)
+    found = everything(function, args, state, "triton", cu_seqlens=ends, **given)
+    close(found, exact(function, args, state, cu_seqlens=ends, **given), 2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shared_memory_of_backward(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Backward in parts, whose gradients of states lie where states have been read; L, P, U and rows with their decays
     lie in dq and dk, whose last chunk is not whole. The bits are those of all chunks at once in memory of their own."""
     dice = torch.Generator(device).manual_seed(3)
@@ -183,11 +210,14 @@ def test_shared_memory_of_backward(device: str, monkeypatch: pytest.MonkeyPatch)
         gates = -torch.rand(1, 70, 2, *([] if kind == "head" else [64]), device=device, generator=dice) / 8
         if kind == "rwkv7":
             ways = [torch.nn.functional.normalize(args[n], dim=-1) for n in (0, 1)]
-            return everything(ridgeline.rwkv7, [args[0], gates, *args[1:], *ways], state, "triton")
+            given = [args[0], gates, *args[1:], *ways]
+            return everything(ridgeline.rwkv7, [a.to(dtype) for a in given], state, "triton")
         beta = 2 * torch.rand(1, 70, 2, device=device, generator=dice)
-        return everything(ridgeline.gated_delta_rule, [*args, gates, beta], state, "triton", normalize=True)
+        given = [a.to(dtype) for a in (*args, gates, beta)]
+        return everything(ridgeline.gated_delta_rule, given, state, "triton", normalize=True)
 
     for kind in KINDS:
+        with_halvings(monkeypatch, 6)
         monkeypatch.setattr(tuning, "version", -2)
         monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 2)
         shared = results(kind)
@@ -215,7 +245,7 @@ class Held(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("gate", "most"), [(1, 1000), (2, 2000)])
+@pytest.mark.parametrize(("gate", "most"), [(1, 1000), (2, 1700)])
 def test_memory_of_backward(gate: int, most: int) -> None:
     """MiB over the inputs at 8 x 4096 x 16 x 128 in bfloat16 for an H200: o, do, gradients and what backward adds."""
     B, T, H, D = 8, 4096, 16, 128
@@ -232,3 +262,58 @@ def test_memory_of_backward(gate: int, most: int) -> None:
         _delta_chunks.delta_bwd(*made, do, None, *inputs)
     total = held.most + sum(t.nbytes for t in (o, do, dq, dk, dv, dg, dbeta))
     assert total < most << 20
+
+
+@pytest.mark.parametrize("kind", ["channel", "rwkv7"])
+@pytest.mark.parametrize("low", [-0.15, -3.0])
+def test_rows_that_meet_in_one_product(kind: str, low: float, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16's form, in float16 with as many halvings as that has room for: with weak gates whole chunks, the last
+    one by levels, with strong ones blocks of few rows beside levels."""
+    function, args, given = inputs(kind, 1, 70, device, low)
+    args, state = [a.half() for a in args], first_state(1, device)
+    with_halvings(monkeypatch, 6)
+    close(everything(function, args, state, "triton", **given), exact(function, args, state, **given), 2e-3)
+
+
+@pytest.mark.parametrize("kind", ["channel", "rwkv7"])
+@pytest.mark.parametrize("halvings", [0, 6])
+def test_what_comes_later_changes_nothing(
+    kind: str, halvings: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other numbers in later rows of a chunk, and weaker gates there, change no bit of an earlier output."""
+    function, args, given = inputs(kind, 1, 37, device, -0.15)
+    args = [a.half() for a in args]
+    with_halvings(monkeypatch, halvings)
+    expected = function(*args, impl="triton", **given)
+    gate = 1 if kind == "rwkv7" else 3
+    for n, arg in enumerate(args):
+        arg[:, 20:] *= 0.5 if n == gate else -1.5
+    found = function(*args, impl="triton", **given)
+    assert torch.equal(found[:, :20], expected[:, :20])
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["delta, per channel", "rwkv7"])
+@pytest.mark.parametrize("low", [-0.3, -1.0, -5.0, -60.0])
+def test_gates_of_all_strengths_in_bfloat16(kind: str, low: float, device: str) -> None:
+    """Whole chunks that meet in one product, blocks of 32 to 8 rows, and levels alone, with tokens left over."""
+    name, specs, given = test_gates.long(kind, 300)
+    dice = torch.Generator(device).manual_seed(3)
+    args = [s.make(torch.bfloat16, device, dice) for s in specs]
+    at = 1 if kind == "rwkv7" else 3
+    keep = torch.rand(args[at].shape, device=device, generator=dice) < (0.6 if low < -5 else 0.0)
+    made = low * torch.rand(args[at].shape, device=device, generator=dice)
+    args[at] = torch.where(keep, made / 600, made).bfloat16().requires_grad_()
+    function = getattr(ridgeline, name)
+
+    def run(impl: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [a.detach().to(dtype).requires_grad_() for a in args]
+        o = function(*leaves, impl=impl, **given)
+        incoming = torch.randn(o.shape, device=device, generator=torch.Generator(device).manual_seed(1)).bfloat16()
+        return [o.detach(), *torch.autograd.grad(o, leaves, incoming.to(dtype))]
+
+    for n, (one, other) in enumerate(zip(run("triton", torch.bfloat16), run("naive", torch.float64), strict=True)):
+        assert one.isfinite().all(), n
+        error = (one.double() - other).norm() / other.norm()
+        assert error < 0.012, f"result {n} is off by {error:.2e}"

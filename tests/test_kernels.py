@@ -98,16 +98,22 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     **{("rwkv6", "triton", "own_pairs", arch): (8, "one register; tiles untimed there") for arch in ("sm_86", "sm_89")},
     ("gated_delta_rule", "triton", "chain_states", "sm_90"): (460, "forward with a gate per channel at 128: 340 us"),
     ("gated_delta_rule", "triton", "pairs_by_token", "sm_90"): (248, "bound to 168 registers: 193 us, as without"),
-    ("gated_delta_rule", "triton", "pairs_by_channel", "sm_90"): (1080, "64 x 64 channels in float32; untimed"),
     ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (
         280,
         "three gradients at 64 x 128, packed and with heads that share q; untimed",
     ),
-    ("gated_delta_rule", "triton", "gradients_by_channel", "sm_90"): (624, "float16 at 8 columns; untimed"),
+    ("gated_delta_rule", "triton", "gradients_by_channel", "sm_90"): (40, "float32 at 8 columns; untimed"),
+    ("gated_delta_rule", "triton", "half_pairs_by_channel", "sm_90"): (220, "64 x 32 channels: 655 us"),
+    ("gated_delta_rule", "triton", "half_gradients_by_channel", "sm_90"): (
+        3540,
+        "64 x 32 channels, half of it for strong gates: 2652 us, 3176 with 64 columns of v and more spills",
+    ),
+    ("rwkv7", "triton", "half_pairs_by_channel", "sm_90"): (128, "32 x 16 channels: 1436 us"),
+    ("rwkv7", "triton", "half_gradients_by_channel", "sm_90"): (320, "32 x 16 channels: 4396 us"),
     ("rwkv7", "triton", "chain_states", "sm_90"): (300, "float32 at 8 columns; untimed"),
     ("rwkv7", "triton", "pairs_by_channel", "sm_90"): (264, "float32 at 8 columns; untimed"),
-    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2720, "float32 at 8 columns, 848 in bfloat16; untimed"),
+    ("rwkv7", "triton", "gradients_by_channel", "sm_90"): (2720, "float32 at 8 columns; untimed"),
     **{
         (name, "triton", kernel, arch): (most, "as sm_90's, of tiles untimed there")
         for arch in ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942")
@@ -123,6 +129,9 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
             ("rwkv7", "chain_gradients", 1024),
             ("rwkv7", "pairs_by_channel", 512),
             ("rwkv7", "gradients_by_channel", 3072),
+            ("gated_delta_rule", "half_gradients_by_channel", 304),
+            ("rwkv7", "half_pairs_by_channel", 192),
+            ("rwkv7", "half_gradients_by_channel", 400),
         )
     },
     ("gated_linear_attention", "triton", "scan_chunks", "sm_86"): (176, "as sm_89's"),
@@ -131,7 +140,6 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("linear_attention", "triton", "scan_chunks", "sm_100"): (24, "two registers in float32; tiles untimed there"),
     ("linear_attention", "triton", "scan_chunks", "sm_120"): (24, "as sm_100's"),
     ("rwkv6", "triton", "scan_chunks", "sm_89"): (176, "as sm_86's"),
-    ("gated_delta_rule", "triton", "pairs_by_channel", "sm_80"): (28, "128 columns in bfloat16; untimed there"),
     ("rwkv6", "triton", "scan_chunks", "sm_80"): (104, "the gradient of k at 64 columns; tiles untimed there"),
     ("rwkv6", "triton", "scan_chunks", "sm_120"): (120, "the gradient of k at 64 columns; tiles untimed there"),
     ("int4_linear", "triton", "_fwd", "sm_120"): (8, "one register of float32 in ieee precision"),

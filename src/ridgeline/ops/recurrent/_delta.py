@@ -109,6 +109,7 @@ class DeltaForm(NamedTuple):
     PRECISION: str
     OUT: bool  # the states' pass writes o, else the states before chunks
     ENDS: bool  # only what segments end with is wanted
+    HALVINGS: int = 0  # the most halvings of a block's decay with which its rows meet in one product, per channel
 
 
 @triton.jit
@@ -451,97 +452,9 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
 
 
 @triton.jit
-def _between(low, beyond, C: tl.constexpr):
-    """The columns from each row's `low` and before its `beyond`, by one comparison."""
-    away = tl.arange(0, C)[None, :] - low[:, None]
-    return away.to(tl.uint32, bitcast=True) < (beyond - low)[:, None].to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _chosen_decay(low, beyond, gates, C: tl.constexpr, SPLIT: tl.constexpr):
-    """The decay by the gates of rows `low` to `beyond` - 1, from the gates in one or two parts of half precision."""
-    high, rest = gates
-    chosen = _between(low, beyond, C).to(high.dtype)
-    found = tl.dot(chosen, high)
-    if SPLIT:
-        found += tl.dot(chosen, rest)
-    return tl.exp2(found * 1.4426950408889634)
-
-
-@triton.jit
-def _edge_decay(level, gates, C: tl.constexpr, SPLIT: tl.constexpr):
-    """The decay of rows in right blocks of 2^level rows since the block began, of those in left ones until it ends."""
-    row = tl.arange(0, C)
-    block, right = (row >> level) << level, ((row >> level) & 1) == 1
-    low, beyond = tl.where(right, block, row + 1), tl.where(right, row + 1, block + (1 << level))
-    return _chosen_decay(low, beyond, gates, C, SPLIT)
-
-
-@triton.jit
-def _early_decay(level, gates, C: tl.constexpr, SPLIT: tl.constexpr):
-    """The decay since the block of 2^level rows began, without the row's own gate."""
-    row = tl.arange(0, C)
-    return _chosen_decay((row >> level) << level, row, gates, C, SPLIT)
-
-
-@triton.jit
-def _half_decays(gates, SPLIT: tl.constexpr, form: tl.constexpr):
-    """As `_decays`, from `_half_gates`."""
-    C: tl.constexpr = form.C
-    row = tl.arange(0, C)
-    late = _chosen_decay(0 * row, row + 1, gates, C, SPLIT)
-    after = _chosen_decay(row + 1, 0 * row + C, gates, C, SPLIT)
-    early = late
-    if form.LOW:
-        early = _chosen_decay(0 * row, row, gates, C, SPLIT)
-    return late, early, after, tl.sum(tl.where(row[:, None] == C - 1, late, 0.0), 0)
-
-
-@triton.jit
-def _half_gates(gate, place, rows, depth, tokens, SPLIT: tl.constexpr, form: tl.constexpr):
-    """The gates of a chunk's rows for products with zeros and ones: exact, or in two parts of float16."""
-    g = _tile(gate, place, rows, depth, tokens, form.K, form.BK)
-    high = tl.where(g < -1000.0, -1000.0, g).to(g.dtype)  # nothing remains beyond, and 0 x inf is not a number
-    low = high
-    if SPLIT:
-        wide = high.to(tl.float32)
-        high = wide.to(tl.float16)
-        low = (wide - high.to(tl.float32)).to(tl.float16)
-    return high, low
-
-
-@triton.jit
-def _by_blocks(sums, tq, tk, ta, tb, gates, SPLIT: tl.constexpr, form: tl.constexpr):
-    """As `_by_levels` in half precision: sums of gates are products with zeros and ones, one for both sides of an
-    edge."""
-    C: tl.constexpr = form.C
-    row = tl.arange(0, C)
-    ab, qb, ak, qk = sums
-    for level in range(form.LEVELS):
-        block, right = (row >> level) << level, ((row >> level) & 1) == 1
-        here = _between(tl.where(right, block - (1 << level), 0), tl.where(right, block, 0), C)
-        decay = _edge_decay(level, gates, C, SPLIT)
-        rq, rb = (tq * decay).to(tq.dtype), (tb * decay).to(tb.dtype)
-        ra, cb = rb, tl.trans(rb)
-        if form.LOW:
-            ra = (ta * _early_decay(level, gates, C, SPLIT)).to(ta.dtype)
-        ab += tl.where(here, _dot(ra, cb, tb, form), 0.0)
-        qb += tl.where(here, _dot(rq, cb, tb, form), 0.0)
-        if form.LOW:
-            ck = tl.trans((tk * decay).to(tk.dtype))
-            ak += tl.where(here, _dot(ra, ck, tk, form), 0.0)
-            qk += tl.where(here, _dot(rq, ck, tk, form), 0.0)
-    i, j = row[:, None], row[None, :]
-    wide = tq.to(tl.float32)
-    qb += tl.where(i == j, tl.sum(wide * tb.to(tl.float32), 1)[:, None], 0.0)
-    if form.LOW:
-        qk += tl.where(i == j, tl.sum(wide * tk.to(tl.float32), 1)[:, None], 0.0)
-    return ab, qb, ak, qk
-
-
-@triton.jit
 def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.constexpr):
-    """A chunk's matrices with a gate per channel, its rows with their decays, and one over the lengths."""
+    """A chunk's matrices with a gate per channel, its rows with their decays, and one over the lengths; in float32.
+    `_delta_channels.py` has this and `gradients_by_channel` in half precision."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
@@ -550,7 +463,6 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
     rows = first + tl.arange(0, C)
     from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    SPLIT: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
@@ -561,21 +473,14 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         if form.LOW:
             ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
             tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
-        if form.SINGLE:
-            gates, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        else:
-            gates = _half_gates(gate, from_g, rows, depth, tokens, SPLIT, form)
-            late, early, after, whole = _half_decays(gates, SPLIT, form)
+        gates, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
         _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
         _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
         _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
         if form.LOW:
             _store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
         tl.store(matrices.whole + spot * form.K + depth, whole, mask=depth < form.K)
-        if form.SINGLE:
-            ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
-        else:
-            ab, qb, ak, qk = _by_blocks((ab, qb, ak, qk), tq, tk, ta, tb, gates, SPLIT, form)
+        ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
         if form.NORMALIZE:
             of_q += tl.sum(tq.to(tl.float32) * tq.to(tl.float32), 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
@@ -900,23 +805,15 @@ def _held(states, at, depth, form: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, SPLIT: tl.constexpr, form: tl.constexpr):
-    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself.
-    g: the gates, in half precision those of `_half_gates`."""
+def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
+    """Adds to the gradients of q, a, b, k and the gate those of a chunk's pairs, without those of a row with itself."""
     dqb, dqb_t, dab, dab_t, dqk, dqk_t, dak, dak_t = pairs
     C: tl.constexpr = form.C
     dq, da, db, dk, dg = sums
-    if form.SINGLE:
-        late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
+    late, early, soon = g, tl.zeros_like(g) if form.LOW else g, tl.zeros_like(g)
     for level in range(form.LEVELS):
         here, there = _beside(level, C), _beside(level, C, True)
-        if form.SINGLE:
-            since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
-        else:
-            since = _edge_decay(level, g, C, SPLIT)
-            since_a, until = since, since
-            if form.LOW:
-                since_a = _early_decay(level, g, C, SPLIT)
+        since, since_a, until = decay_of(late, form), decay_of(early, form), decay_of(soon, form)
         rq, ra, cb = (tq * since).to(tq.dtype), (ta * since_a).to(ta.dtype), (tb * until).to(tb.dtype)
         of_q = since * _dot(tl.where(here, dqb, 0.0), cb, tb, form)
         of_a = since_a * _dot(tl.where(here, dab, 0.0), cb, tb, form)
@@ -940,8 +837,7 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, SPLIT: tl.constexpr, form:
         dq += of_q
         da += of_a
         dg += sums_of(crossings(level, C, False), terms + tq * of_q, tb, form)
-        if form.SINGLE:
-            late, early, soon = _edges(late, early, soon, g, level, form)
+        late, early, soon = _edges(late, early, soon, g, level, form)
     return dq, da, db, dk, dg
 
 
@@ -1049,12 +945,7 @@ def _slice_gradients(
         ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
         tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
     place = find_head(gate, n, h, packing.ends, start)
-    SPLIT: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
-    if form.SINGLE:
-        g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
-    else:
-        g = _half_gates(gate, place, rows, depth, tokens, SPLIT, form)
-        late, early, after, whole = _half_decays(g, SPLIT, form)
+    g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
     dq = scale * late * _sum_by_states(from_do, do_step, states.before, at, rows, depth, tokens, form, BS)
     da = sign * early * _sum_by_states(from_dx, step, states.before, at, rows, depth, tokens, form, BS)
     db = after * _sum_by_states(from_solved, step, states.later, at, rows, depth, tokens, form, BS)
@@ -1069,7 +960,7 @@ def _slice_gradients(
         dg += sums_of(j > i, ta * da, tb, form)  # a row's own gate follows its read
     else:
         dg += sums_of(j >= i, tq * dq + ta * da, tb, form) + sums_of(j < i, tb * db, tb, form)
-    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, SPLIT, form)
+    dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, form)
     _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
     own = _diagonal(pairs[0], form)
     dq += own * tb
@@ -1103,7 +994,7 @@ def _through_length(x, shrink, product, grad, packing, n, h, start, rows, tokens
 def gradients_by_channel(
     q, k, v, a, b, gate, beta, do, matrices, states, grads, packing, scale, form: tl.constexpr
 ):  # fmt: skip
-    """A gate per channel: a chunk's gradients of q, k, a, b and the gate, some channels at a time."""
+    """A gate per channel: a chunk's gradients of q, k, a, b and the gate, some channels at a time; in float32."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
@@ -1152,3 +1043,17 @@ def gradients_by_channel(
         tl.debug_barrier()
         _through_length(q, of_q, product_q, grads.q, packing, n, h, start, rows, tokens, form)
         _through_length(k, of_k, product_k, grads.k, packing, n, h, start, rows, tokens, form)
+
+
+# What `_delta_channels.py` takes of this file.
+beta_of = _beta
+diagonal_of = _diagonal
+heads_of = _heads
+keep_decays = _keep_decays
+keep_lengths = _keep_lengths
+own_rows = _own_rows
+rows_of = _rows
+solve = _solve
+square_of = _square
+store_rows = _store_rows
+tile_of = _tile

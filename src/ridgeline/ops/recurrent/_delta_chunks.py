@@ -26,6 +26,12 @@ from ridgeline.ops.recurrent._delta import (
     pairs_by_channel,
     pairs_by_token,
 )
+from ridgeline.ops.recurrent._delta_channels import (
+    BlockMasks,
+    half_gradients_by_channel,
+    half_pairs_by_channel,
+    write_block_masks,
+)
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None
@@ -81,9 +87,9 @@ def delta_tiles(gpu: device.Device, dtype: torch.dtype, kind: tuple[int, bool, b
         wide = 8 if BV > 64 else 4  # a warp for 16 columns of v
         if gate == 1:
             return Tiles(64, BV, min(BV, 64), BK, (4, wide, 8), (3, 2), 168)
-        if not backward and not low:
-            return Tiles(64, BV, min(BV, 64), min(BK, 64), (4, wide, 8), (3, 1))
-        return Tiles(32, BV, min(BV, 32), 16 if low else min(BK, 32), (4, wide, 4), (3, 1))
+        if not low:
+            return Tiles(64, BV, BV, min(BK, 32), (4, wide, 4), (2 if backward else 3, 1))
+        return Tiles(32, BV, min(BV, 32), 16, (4, wide, 4), (3, 1))
     BV = min(BV, 64 if BK <= 128 else 32)
     return Tiles(32, BV, min(BV, 32), 16, (4, 8 if BK > 64 else 4, 4), (1, 1))
 
@@ -100,6 +106,7 @@ class Plan(NamedTuple):
     tensors: tuple[Any, ...]  # q, k, v, a, b, g and beta
     reads: Reads
     matrices: Matrices
+    masks: BlockMasks | None  # with a gate per channel in half precision
 
 
 def _thrice(gpu: device.Device) -> str:
@@ -110,6 +117,32 @@ def _solver(call: DeltaCall) -> str:
     """The precision of the float32 products that solve a chunk; other products take the data's dtype."""
     half = {torch.bfloat16: "tf32", torch.float16: _thrice(device.of(call.v))}
     return half.get(call.v.dtype, call.precision)
+
+
+def most_halvings(dtype: torch.dtype) -> int:
+    """`DeltaForm.HALVINGS`: bfloat16's range is 2^127 both ways, and rows need their share; float16 has none left."""
+    return 60 if dtype == torch.bfloat16 else 0
+
+
+def half_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any]:
+    """What the kernels of `_delta_channels.py` are compiled with: their form, and on Hopper Triton's newer assembler,
+    since the other one has miscompiled such a kernel with 4 warps (docs/compiler.md)."""
+    facts: dict[str, Any] = {"form": form._replace(HALVINGS=most_halvings(call.v.dtype))}
+    return facts | ({"assembler": "newer"} if device.of(call.v).capability == 90 else {})
+
+
+def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
+    C, levels, kind = form.C, form.LEVELS, call.v.dtype
+    signs = torch.bfloat16 if kind == torch.bfloat16 else torch.float32
+    kinds = (torch.float16, 2 * levels + 2), (kind, 3 * levels + 2), (signs, 2 * levels + 3)
+    made: list[Any] = []
+    for shift in (False, True)[: 1 + form.LOW]:
+        gates, pairs, of_sums = (torch.empty((n, C, C), dtype=t, device=call.v.device) for t, n in kinds)
+        facts: dict[str, Any] = {"C": C, "LEVELS": levels, "SHIFT": shift, "num_warps": 4}
+        launch(write_block_masks, (2 * levels + 2,), BlockMasks(gates, pairs, of_sums, None, None), **facts)
+        made += [gates, pairs, of_sums]
+    early = (made[3], made[5]) if form.LOW else (None, None)
+    return BlockMasks(made[0], made[1], made[2], *early)
 
 
 PARTS = 4  # of a backward pass that keeps a part's gradients of states at a time
@@ -211,6 +244,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     plan = Plan(
         form, tiles, packing, (present, axis), (packing.rooms * packing.slices, axis),
         (packing.slices, packing.sequences * HV), tensors, reads, matrices,
+        block_masks(form, call) if gate == 2 and not form.SINGLE else None,
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
     if tiles.registers is not None:
@@ -218,7 +252,11 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     if gate == 1:
         launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, packing, **facts)
     else:
-        launch(pairs_by_channel, plan.parallel, q, k, a, b, g, beta, reads, matrices, packing, **facts)
+        kernel, more = pairs_by_channel, ()
+        if plan.masks is not None:
+            kernel, more = half_pairs_by_channel, (plan.masks,)
+            facts |= half_facts(form, call)
+        launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
     return plan, some
 
 
@@ -284,10 +322,16 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     grid = count, plan.parallel[1]
     if plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
-    else:
+    elif plan.form.SINGLE:
         launch(
             gradients_by_channel, grid, q, k, v, a, b, g, beta, rows, matrices, states, grads, packing, call.scale,
             **facts,
+        )  # fmt: skip
+    else:
+        facts |= half_facts(plan.form, call)
+        launch(
+            half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
+            call.scale, **facts,
         )  # fmt: skip
 
 

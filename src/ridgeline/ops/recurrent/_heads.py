@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import find_head, find_span, finish, first_state
+from ridgeline.ops.recurrent._scan import find_head, find_span, finish, first_state, to_tf32
 
 
 class BlockForm(NamedTuple):
@@ -359,9 +359,7 @@ def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.conste
         products *= _factors(step, from_step, first + tl.arange(0, R), tokens)[:, None]
     if form.GATE:  # rows are gates, and columns queries: the sum over keys before the gate
         if tv.dtype == tl.float16:  # whose range they may leave
-            carried = (scores * products).to(tl.int32, bitcast=True)
-            carried = ((carried + 0x1000) & -0x2000).to(tl.float32, bitcast=True)  # the product cuts bits off
-            earlier = tl.dot((j < i).to(tl.float32), carried, input_precision="tf32")
+            earlier = tl.dot((j < i).to(tl.float32), to_tf32(scores * products), input_precision="tf32")
         else:
             earlier = tl.dot((j < i).to(tv.dtype), (scores * products).to(tv.dtype))
         _bring(grads, OWN, where, part, (j >= i).to(tl.float32), earlier, form)

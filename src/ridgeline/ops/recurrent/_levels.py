@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import tile_at
+from ridgeline.ops.recurrent._scan import tile_at, to_tf32
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def add_crossing(found, masks, level, x, C: tl.constexpr):
     if chosen.dtype == tl.bfloat16:
         found = tl.dot(chosen, x.to(tl.bfloat16), found)
     else:
-        found = tl.dot(chosen, x, found, input_precision="tf32")
+        found = tl.dot(chosen, to_tf32(x), found, input_precision="tf32")
     return found
 
 
@@ -176,7 +176,7 @@ def add_whole(found, masks, level, x, C: tl.constexpr):
         high = x.to(tl.bfloat16)
         found = tl.dot(chosen, (x - high.to(tl.float32)).to(tl.bfloat16), tl.dot(chosen, high, found))
     else:
-        found = tl.dot(chosen, x, found, input_precision="tf32")
+        found = tl.dot(chosen, to_tf32(x), found, input_precision="tf32")
     return found
 
 
@@ -186,5 +186,5 @@ def chosen_sums(chosen, x, like):
     if like.dtype == tl.bfloat16:
         found = tl.dot(chosen.to(tl.bfloat16), x.to(tl.bfloat16))
     else:
-        found = tl.dot(chosen.to(tl.float32), x, input_precision="tf32")
+        found = tl.dot(chosen.to(tl.float32), to_tf32(x), input_precision="tf32")
     return found

@@ -194,10 +194,17 @@ def _between(same, x, like, form: tl.constexpr):
 
 
 @triton.jit
+def to_tf32(x):
+    """Rounds to TF32, halves away from zero. A product cuts the other bits off, which makes sums 0.03% too small."""
+    power = (x.to(tl.int32, bitcast=True) & -8388608).to(tl.float32, bitcast=True)  # sign and exponent alone
+    return ((x + power * 0.00048828125).to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def sums_of(chosen, x, like, form: tl.constexpr):
     """The sums of the chosen rows of x, for each row."""
     if like.dtype == tl.float16:  # x may be beyond its range
-        found = tl.dot(chosen.to(tl.float32), x, input_precision="tf32")
+        found = tl.dot(chosen.to(tl.float32), to_tf32(x), input_precision="tf32")
     else:
         found = tl.dot(chosen.to(like.dtype), x.to(like.dtype), input_precision=form.PRECISION)
     return found
