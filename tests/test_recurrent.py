@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import ridgeline
+import ridgeline.device
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED
+from ridgeline.op import get
 from ridgeline.ops.recurrent import _causal_product, _channel_chunks, _chunks, _head_chunks, ssd
+from ridgeline.select import select, why_not
 
 pytestmark = pytest.mark.kernels
 
@@ -352,25 +355,32 @@ def test_packed_sequences_side_by_side_equal_separate_ones(
             assert torch.equal(mine, all_of_them[:, start:end])
 
 
-def test_each_tokens_factor_of_v(device: str) -> None:
-    """The kernels' `step` weighs v's rows: o, the state and the gradients are those of v times it, and v's is the
-    gradient of the product."""
+@pytest.mark.parametrize("shared", [1, 2, 4])
+@pytest.mark.parametrize("skip", [False, True])
+def test_each_tokens_factor_of_v(shared: int, skip: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' step sizes weigh v's rows, D adds v to o, and all gradients are sums over heads: of parts in memory,
+    or of `shared` heads in a program."""
     function, args = inputs("head", 1, 49, device)
-    q, k, v, g = (a.half() for a in args)
-    step = torch.rand(1, 49, HV, device=device, generator=torch.Generator(device).manual_seed(3)) + 0.5
-    weighed = (v * step[..., None]).double()
-    leaves = [t.double().requires_grad_() for t in (q, k, weighed, g)]
-    expected, final = function(*leaves, return_state=True, impl="naive")
+    q, k, _, g = (a.half() for a in args)
+    q, k, dice = q[:, :, :1], k[:, :, :1], torch.Generator(device).manual_seed(3)
+    v = torch.randn(1, 49, 4, V, device=device, generator=dice).half()
+    g = g[:, :, :1].expand(1, 49, 4).contiguous()
+    step, factor = torch.rand(1, 49, 4, device=device, generator=dice) + 0.5, torch.randn(4, device=device)
+    monkeypatch.setattr(_head_chunks, "share", lambda *_: shared)
+    leaves = [t.double().requires_grad_() for t in (q, k, v, g, factor, step)]
+    own = *(t.expand(1, 49, 4, K) for t in leaves[:2]), leaves[2] * leaves[5].unsqueeze(-1), leaves[3]
+    expected, final = function(*own, scale=K**-0.5, return_state=True, impl="naive")
+    expected = expected + leaves[2] * leaves[4].unsqueeze(-1) * skip
     do = torch.randn(expected.shape, device=device, generator=torch.Generator(device).manual_seed(1)).half()
-    call = _chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee")
-    o, last = torch.empty_like(v), torch.empty(1, HV, K, V, device=device)
-    _head_chunks.forward(call, step, o, last)
-    dq, dk, dv = (torch.empty(1, 49, HV, n, device=device) for n in (K, K, V))
-    dg = torch.empty(1, 49, HV, device=device)
-    _head_chunks.backward(call, step, (dq, dk, dv, dg, None), do, None)
-    dg, dq, dk = dg.unflatten(2, (H, -1)).sum(3), dq.unflatten(2, (H, -1)).sum(3), dk.unflatten(2, (H, -1)).sum(3)
+    call = _chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee", step, factor if skip else None)
+    o, last = torch.empty_like(v), torch.empty(1, 4, K, V, device=device)
+    _head_chunks.forward(o, last, call)
+    grads = [torch.empty(t.shape, device=device) for t in leaves]
+    _head_chunks.backward((*grads[:4], grads[4] if skip else None, grads[5], None), do, None, call)
     exact_ones = torch.autograd.grad(expected, leaves, do.double())
-    close([o, last, dq, dk, dv, dg], [expected, final, *exact_ones], 1e-3)
+    if not skip:
+        exact_ones[4].copy_(grads[4].fill_(0))
+    close([o, last, *grads], [expected, final, *exact_ones], 1e-3)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")
@@ -378,6 +388,55 @@ def test_each_tokens_factor_of_v(device: str) -> None:
 @pytest.mark.parametrize("case", ["16", "33", "packed"])
 def test_all_chunks_side_by_side_stay_in_their_memory(kind: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stay_in_memory(kind, case, "triton_chunks", 1e-3, monkeypatch)
+
+
+def test_which_calls_have_all_chunks_side_by_side() -> None:
+    """By default on Hopper: long sequences with heads for half of the GPU, in bfloat16, with a gate per head."""
+
+    def serving(sizes: tuple[int, ...], kind: torch.dtype, ends: int = 0, channels: int = 0) -> set[str]:
+        B, T, heads, width = sizes
+        rows = torch.empty(sizes, dtype=kind, device="meta")
+        one = torch.empty((B, T, 1, width), dtype=kind, device="meta")
+        gate = torch.empty((B, T, heads, *[channels] * (channels > 0)), device="meta")
+        packed = torch.empty(ends + 1, dtype=torch.int32, device="meta") if ends else None
+        calls = [("gated_linear_attention", [rows, rows, rows, gate, None, None, packed, 1.0, "ieee"], (rows,) * 3)]
+        if not channels:
+            some = [one, one, rows, gate, gate, None, None, packed, 1.0, "ieee"]
+            calls.append(("ssd", some, (rows, gate, gate[0, 0], one, one)))
+        names = set()
+        for name, inputs, public in calls:
+            names.add(select(get(name), None, *inputs, kernels=True).name)
+            names.add(select(get(name), None, rows, None, *inputs, direction="bwd", kernels=True).name)
+            rung = get(name).implementations["triton_chunks"]
+            public = (*public, gate) if len(public) == 3 else public
+            reason = rung.left("fwd", *public, cu_seqlens=packed)
+            assert reason is None or names == {"triton"}
+            assert not any(c.isdigit() for c in reason or "")
+        return names
+
+    half = torch.bfloat16
+    with ridgeline.device.pretend("sm_90"):
+        assert serving((8, 4096, 16, 128), half) == {"triton_chunks"}
+        assert serving((1, 32768, 16, 128), half, 8) == {"triton_chunks"}
+        assert serving((8, 4096, 16, 128), half, channels=128) == {"triton"}  # a gate per channel
+        assert serving((8, 4096, 16, 256), half) == {"triton"}  # too wide
+        assert serving((8, 4096, 16, 128), torch.float32) == {"triton"}
+        assert serving((8, 4096, 16, 128), torch.float16) == {"triton"}
+        assert serving((64, 1, 32, 128), half) == {"triton"}  # a decoder's step
+        assert serving((64, 256, 32, 128), half) == {"triton"}  # short
+        assert serving((1, 32768, 16, 128), half, 128) == {"triton"}  # short ones, packed
+        assert serving((1, 32768, 4, 128), half) == {"triton"}  # few heads
+        q = torch.empty((8, 4096, 16, 128), dtype=half, device="meta")
+        inputs = q, q, q, None, None, None, None, 1.0, "ieee"
+        assert select(get("linear_attention"), None, *inputs, kernels=True).name == "triton"
+    with ridgeline.device.pretend("sm_80"):
+        assert serving((8, 4096, 16, 128), half) == {"triton"}
+
+
+def test_all_pairs_of_tokens_have_a_bound() -> None:
+    """The tolerance of long calls comes from the recurrence, since all pairs would not fit in memory."""
+    args, _ = get("ssd").case("8x4096x64x64, 1 group of 128").make("bfloat16", "meta")
+    assert "pairs of tokens" in str(why_not(get("ssd").implementations["torch"], *args))
 
 
 def test_what_all_chunks_side_by_side_refuse(device: str) -> None:

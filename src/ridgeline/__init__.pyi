@@ -323,9 +323,9 @@ def moe(
     (E, N, K / 2) with scales (E, N, K / group) in floating point, or mxfp4's (E, N, K / 32) in uint8, as in gpt-oss's
     files. zeros: int4's, alike and uint8, or None for 8. For inference: nothing then has gradients, and above
     64 rows an expert, on average, copies of the weights in x's dtype are multiplied.
-    An expert's sums are float32 and each of its two results is rounded once; a token's sum is float32, in the order of
-    its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an index
-    that is no expert's gives its token NaN; on a CPU it raises.
+    An expert's sums are float32 or wider and each of its two results is rounded once; a token's sum is float32, in the
+    order of its choices, and rounded once. No order depends on a race. The host reads nothing from a GPU: there, an
+    index that is no expert's gives its token NaN; on a CPU it raises.
     float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts x, experts and biases first.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """

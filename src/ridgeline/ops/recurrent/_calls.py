@@ -157,6 +157,18 @@ def _gathered(t: Maybe, like: Maybe) -> Maybe:
     return t.to(like.dtype)
 
 
+def parts_of(grad: torch.Tensor, heads: int) -> torch.Tensor:
+    """Returns room for the parts of a gradient of q or k: itself, or float32 for each of `heads` value heads."""
+    B, T, H, K = grad.shape
+    return grad if H == heads else torch.empty((B, T, heads, K), dtype=torch.float32, device=grad.device)
+
+
+def join_parts(grad: torch.Tensor, parts: torch.Tensor) -> None:
+    """Sums the parts of a gradient over the heads that share its head."""
+    if parts is not grad:
+        grad.copy_(parts.unflatten(2, (grad.shape[2], -1)).sum(3))
+
+
 def _in_place(name: str, op: Callable[[], Op], tensors: str, options: str, others: int) -> Any:
     """Registers `<name>_step`: o of one token; the state is replaced in place."""
     arguments = f"{tensors.replace('Tensor? first', 'Tensor(a!) state')}, {options}float scale, str? impl"
@@ -182,10 +194,14 @@ class Engine(NamedTuple):
     step: Callable[..., Any]
 
 
-def engine(name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = "") -> Engine:
+def engine(
+    name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = "", shared: bool =
+    False,
+) -> Engine:  # fmt: skip
     """Registers `<name>_fwd`, `<name>_bwd` and `<name>_step`.
 
-    others: tensors or None. narrow: those whose gradients have the dtype of q's. options: more arguments of the ops."""
+    others: tensors or None. narrow: those whose gradients have the dtype of q's. options: more arguments of the ops.
+    shared: launchers sum the gradients of q and k over the value heads that share them."""
     registered: dict[str, Op] = {}
     tensors = f"Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in others)}, Tensor? first"
     arguments = f"{tensors}, Tensor? ends, {options}float scale, str precision, str? impl"
@@ -215,8 +231,9 @@ def engine(name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, .
         dlast = dlast if dlast is None or dlast.is_contiguous() else dlast.contiguous()
         B, T, HV, K = *v.shape[:3], q.shape[3]
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-        kind = q.dtype if q.shape[2] == HV else torch.float32
-        dq, dk = (torch.empty((B, T, HV, K), dtype=kind, device=q.device) for _ in range(2))
+        heads = q.shape[2] if shared else HV
+        kind = q.dtype if q.shape[2] == heads else torch.float32
+        dq, dk = (torch.empty((B, T, heads, K), dtype=kind, device=q.device) for _ in range(2))
         made: list[Any] = [dq, dk, torch.empty(v.shape, dtype=v.dtype, device=q.device)]
         for n, t in zip(others, rest, strict=False):
             shape = None if t is None else (HV, K)[: t.dim()] if t.dim() < 3 else (B, T, HV, K)[: t.dim()]

@@ -121,16 +121,19 @@ def span(gpu: device.Device, programs: int, chunks: int, K: int) -> int:
     """Returns the chunks of a segment where that takes the least time, by sizes alone; 0 for no segments, as where
     chains fill half of a GPU or two segments' M do not fit in a multiprocessor's shared memory.
 
-    In tenths of a step of a chain: a step without outputs takes 7, a segment in `chain_segments` 4, and two more starts
-    20. A first segment needs no M, and a last one neither."""
+    In tenths of a lone chain's step, fitted to one H200: a step takes 10, and 6 more on a full GPU; one without outputs
+    3, and 3 for each round of programs; a segment in `chain_segments` 11; two more starts 20. A first segment needs no
+    M, and a last one neither."""
     M = gpu.multiprocessors
     BK = max(16, triton.next_power_of_2(K))  # `chain_segments` holds two segments' M
     if K > 128 or not 0 < 2 * programs <= M or gpu.backend == "hip" or gpu.shared_memory < 8 * BK * BK + 128 * BK:
         return 0
 
-    def time(count: int) -> int:
-        rounds, ends = -(-programs * count // M), -(-programs * (2 * count - 3) // M) if count > 1 else 0
-        return -(-chunks // count) * (10 * rounds + 7 * ends) + (20 + 4 * count if count > 1 else 0)
+    def time(count: int) -> float:
+        step = 10 + 6 * (programs * count / M) ** 2
+        if count == 1:
+            return chunks * step
+        return -(-chunks // count) * (step + 6 + 3 * (programs * (2 * count - 3) // M)) + 20 + 11 * count
 
     best = min(range(1, min(M // programs, max(chunks, 1)) + 1), key=time)
     return -(-chunks // best) if best > 1 else 0

@@ -17,15 +17,18 @@ from ridgeline.ops.recurrent._heads import (
     Room,
     join_gates,
     write_decays,
-    write_gradients,
+    write_key_gradients,
     write_outputs,
+    write_query_gradients,
     write_states,
 )
 from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
 
 MOST = 128  # columns of q, k and v
+LONG = 512  # tokens of a sequence from which on writing its states out pays, by count
+HEADS = 66  # of all sequences: fewer leave half of a Hopper GPU to segments
 APART = 1 << 24  # of a chunk's rows in elements, whose offsets have 32 bits
-IDEA = "states written out before all chunks run side by side; pairs made once for all gradients"
+IDEA = "states written out, then all chunks side by side; the pairs of dk and dv made once"
 Maybe = torch.Tensor | None
 
 
@@ -35,7 +38,8 @@ class HeadTiles(NamedTuple):
     blocks: int  # of a chunk
     walk: dict[str, Any]  # warps and stages of `write_states`
     outputs: dict[str, Any]
-    gradients: dict[str, Any]
+    queries: dict[str, Any]  # of `write_query_gradients` with a head in a program
+    keys: dict[str, Any]  # of `write_key_gradients`, and of both with several
 
 
 class Plan(NamedTuple):
@@ -53,34 +57,38 @@ def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
     BV = max(16, triton.next_power_of_2(V))
     one: dict[str, Any] = {"num_warps": 4, "num_stages": 1}
     if gpu.backend == "cpu":  # the interpreter: several chunks and slices
-        return HeadTiles(min(BV, 16), 16, 2, one, one, one)
+        return HeadTiles(min(BV, 16), 16, 2, one, one, one, one)
     if gpu.capability != 90:
-        return HeadTiles(min(BV, 32), 32, 2, one, one, one)
-    return HeadTiles(
-        min(BV, 64), 64, 2, {"num_warps": 4, "num_stages": 2}, one | {"maxnreg": 168}, one
-    )  # two, three and two programs a multiprocessor
+        return HeadTiles(min(BV, 32), 32, 2, one, one, one, one)
+    three: dict[str, Any] = one | {"maxnreg": 168}  # programs a multiprocessor, where two without
+    return HeadTiles(min(BV, 64), 64, 2, one | {"num_stages": 2}, three, three, one)
 
 
-def one_per_token(step: torch.Tensor) -> Rows:
-    batch, token, head = step.stride()
-    return Rows(step, batch, token, head, 1)
+def share(gpu: device.Device, group: int, programs: int) -> int:
+    """Returns how many heads of a group go to a program of the gradients, which sums their parts of dq and dk: up to 8,
+    while programs fill the GPU eight times at two a multiprocessor."""
+    some = 1
+    while some < 8 and group % (2 * some) == 0 and programs >= 32 * some * gpu.multiprocessors:
+        some *= 2
+    return some
 
 
-def prepare(call: _chunks.Call, step: Maybe) -> Plan:
+def prepare(call: _chunks.Call) -> Plan:
     (B, T, HV, V), K, N = call.v.shape, call.q.shape[3], call.sequences
     tiles = head_tiles(device.of(call.q), V)
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     C = tiles.rows * tiles.blocks
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
     room = Room(call.ends, T, HV, chunks, N, C)
-    form = BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate)
+    form = BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate, 1)
     decays = None
     if call.g is not None:
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
         sums, soon, since, until = (torch.empty((B * HV, chunks, C), **fresh) for _ in range(4))
         decays = Decays(sums, soon, since, until, torch.empty((B * HV, chunks), **fresh))
         launch(write_decays, (chunks, B * HV), call.rows(call.g), decays, room, form=form, num_warps=1)
-    return Plan(call, tiles, form, room, decays, None if step is None else one_per_token(step))
+    step = None if call.step is None else call.rows(call.step)
+    return Plan(call, tiles, form, room, decays, step)
 
 
 def walk(
@@ -114,35 +122,35 @@ def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     if call.q.shape[1] == 1 and call.ends is None:
         _chunks.fwd(o, last, *inputs)
         return
-    forward(call, None, o, last)
+    forward(o, last, call)
 
 
-def forward(call: _chunks.Call, step: Maybe, o: torch.Tensor, last: torch.Tensor) -> None:
-    """step: each token's factor of v, (B, T, value heads), or None."""
-    plan = prepare(call, step)
+def forward(o: torch.Tensor, last: torch.Tensor, call: _chunks.Call) -> None:
+    plan = prepare(call)
     room = plan.room
     marks = walk(plan, call.k, call.v, call.first, last, call.q.dtype, False)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, o)), plan.decays
     grid = room.chunks * plan.tiles.blocks, call.v.shape[0] * room.heads
-    launch(
-        write_outputs, grid, *rows, plan.step, marks, room, call.scale, form=plan.form, **plan.tiles.outputs
-    )  # fmt: skip
+    args = *rows, plan.step, call.skip, marks, room, call.scale
+    launch(write_outputs, grid, *args, form=plan.form, **plan.tiles.outputs)
 
 
 def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
-    backward(_chunks.Call(*inputs), None, (dq, dk, dv, dg, dfirst), do, dlast)
+    backward((dq, dk, dv, dg, None, None, dfirst), do, dlast, _chunks.Call(*inputs))
 
 
-def backward(call: _chunks.Call, step: Maybe, made: tuple[Any, ...], do: torch.Tensor, dlast: Maybe) -> None:
-    """The states again, their gradients, and one kernel over all chunks; another joins the parts of dg.
+def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _chunks.Call) -> None:
+    """The states again, their gradients, and two kernels over all chunks; another joins the parts of dg.
 
-    made: the gradients of q, k, v times its factor, g and the first state, the last two perhaps None."""
-    dq, dk, dv, dg, dfirst = made
-    plan = prepare(call, step)
-    tiles, room, heads = plan.tiles, plan.room, call.v.shape[0] * plan.room.heads
+    gradients: of q, k, v, g, D, the step sizes and the first state. Those of q and k are of value heads or, where
+    these share q and k, of its heads."""
+    dq, dk, dv, dg, dD, dstep, dfirst = gradients
+    plan = prepare(call)
+    tiles, room, (B, T, HV, _), H = plan.tiles, plan.room, call.v.shape, call.q.shape[2]
+    heads, grid = B * HV, room.chunks * tiles.blocks
     wide = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
     before = walk(plan, call.k, call.v, call.first, None, wide, False)
     after = walk(plan, call.q, do, dlast, dfirst, wide, True)
@@ -153,12 +161,25 @@ def backward(call: _chunks.Call, step: Maybe, made: tuple[Any, ...], do: torch.T
             torch.empty((5, heads, room.chunks, room.unit), **fresh),
             torch.empty((heads, room.chunks), **fresh),
         )
-    grads = HeadGrads(dq, dk, dv, dg, parts, heads * room.chunks * room.unit, past)
+    some, sums = 1, (dq, dk)
+    if dq.shape[2] != HV:
+        some = share(device.of(do), HV // H, grid * heads)
+        sums = torch.empty((2, B, T, HV // some, dq.shape[3]), **fresh).unbind()
+    of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
+    grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past, 0)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
-    args = *rows, plan.step, before, after, grads, room, call.scale
-    launch(write_gradients, (room.chunks * tiles.blocks, heads), *args, form=plan.form, **tiles.gradients)
+    form, programs = plan.form._replace(SHARE=some), (grid, heads // some)
+    args = *rows, plan.step, before, grads, room, call.scale
+    launch(write_query_gradients, programs, *args, form=form, **(tiles.queries if some == 1 else tiles.keys))
+    args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
+    launch(write_key_gradients, programs, *args, form=form, **tiles.keys)
     if dg is not None:
-        launch(join_gates, (room.chunks * tiles.blocks, heads), grads, room, call.scale, form=plan.form, num_warps=1)
+        launch(join_gates, (grid, heads), grads, room, call.scale, form=plan.form, num_warps=1)
+    if dq.shape[2] != HV:
+        _calls.join_parts(dq, sums[0])
+        _calls.join_parts(dk, sums[1])
+    if of_skip is not None:
+        torch.sum(of_skip, (0, 1), out=dD)
 
 
 def refusal(*args: Any, **given: Any) -> str | None:
@@ -171,6 +192,27 @@ def refusal(*args: Any, **given: Any) -> str | None:
     if reason is None and apart > APART:
         reason = f"tokens are at most {APART} elements apart, got {apart}"
     return reason
+
+
+def left(v: torch.Tensor, ends: Maybe) -> str | None:
+    """Why automatic choice leaves a call to the chain of chunks, or None."""
+    gpu, (B, T, HV, _) = device.of(v), v.shape
+    sequences = B if ends is None else ends.numel() - 1
+    if gpu.capability != 90 and not (v.is_meta and gpu.backend == "cpu"):  # recorded calls are asked for by sizes alone
+        return "its tiles are for Hopper"
+    if v.dtype != torch.bfloat16:
+        return "it is timed and checked in bfloat alone"
+    if B * T < LONG * sequences:
+        return "its sequences are short"
+    return "its heads fill less than half of the GPU" if sequences * HV < HEADS else None
+
+
+def left_of_gates(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
+    """As `left`, of gated_linear_attention's calls, by public arguments or a launcher's inputs."""
+    if len(args) < 9:
+        return left(args[2], cu_seqlens)
+    inputs = args[len(args) - 9 :]  # after backward's two gradients
+    return left(inputs[2], inputs[6])
 
 
 def refusal_of_gates(*args: Any, **given: Any) -> str | None:

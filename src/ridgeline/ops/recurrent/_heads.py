@@ -1,9 +1,10 @@
 """The chunk engine of `_scan.py` for a gate per token and head, or none, in half precision: all chunks side by side.
 
 Only the states need order. `write_states` walks a head's chunks, makes nothing but them, and writes the state before
-each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs` and
-`write_gradients` then take all chunks at once. A chunk has one block of rows or two, and a program takes one block, so
-states are written half as often as a block's own pairs would need.
+each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs`,
+`write_query_gradients` and `write_key_gradients` then take all chunks at once. A chunk has one block of rows or two,
+and a program takes one block, so states are written half as often as a block's own pairs would need. Where many heads
+share q and k, a program of the gradients takes several of them and adds up their dq and dk.
 
 No factor exceeds 1: pairs within a block decay by e^(G_i - G_j), those of two blocks by the decay since the edge
 between them times the decay until it. The gate's gradient is the four sums of `_scan.py`.
@@ -29,6 +30,7 @@ class BlockForm(NamedTuple):
     R: int  # rows of a block
     BLOCKS: int  # of a chunk, 1 or 2
     GATE: int  # 0: none, 1: per token
+    SHARE: int  # heads of a group whose parts of dq and dk a program sums
 
 
 class Room(NamedTuple):
@@ -53,15 +55,18 @@ class Decays(NamedTuple):
 
 
 class HeadGrads(NamedTuple):
-    """(B, T, value heads, columns), contiguous."""
+    """(B, T, value heads, columns), contiguous; q's and k's are of SHARE heads each."""
 
     q: Any
     k: Any
-    v: Any  # of v times its token's factor
+    v: Any
     g: Any  # (B, T, value heads) in float32, or None
+    step: Any  # of each token's factor, as g's
+    skip: Any  # <do, v> of each token, as g's
     rows: Any  # what each row brings to its gates, (5, heads, chunks, rows) in float32: the numbers below
     stride: Any
     past: Any  # what goes past each chunk, in float32
+    nothing: Any  # 0, added where a compiler would else keep all tiles' offsets in registers from head to head
 
 
 QUERY = tl.constexpr(0)  # pairs of a row's query with keys of earlier blocks
@@ -82,10 +87,9 @@ def _first_chunk(room, n):
 
 
 @triton.jit
-def _place(room, chunk):
-    """Of a program's head and one of the chunks it has room for: the sequence, the head, where the sequence begins, its
-    tokens, the chunk's first token, and its place among all chunks."""
-    pair = tl.program_id(1)
+def _place(room, chunk, pair):
+    """Of a sequence's head and one of the chunks it has room for: the sequence, the head, where the sequence begins,
+    its tokens, the chunk's first token, and its place among all chunks."""
     n, h = pair // room.heads, pair % room.heads
     kept = chunk
     if room.ends is not None:
@@ -104,7 +108,7 @@ def write_decays(gate, made, room, form: tl.constexpr):
     """The decays of a chunk. They are sums, never differences."""
     R: tl.constexpr = form.R
     C: tl.constexpr = form.R * form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0))
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0), tl.program_id(1))
     if first >= tokens:
         return
     base = find_head(gate, n, h, room.ends, start)
@@ -186,10 +190,10 @@ def write_states(a, c, decays, step, states, room, length, factor, form: tl.cons
 
 
 @triton.jit
-def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
+def _own(scores, before, nothing, form: tl.constexpr, TURNED: tl.constexpr):
     """A block's own pairs with their decays: rows are queries and columns keys, or TURNED the other way."""
     row = tl.arange(0, form.R)
-    i, j = row[:, None], row[None, :]
+    i, j = nothing + row[:, None], row[None, :]
     seen = j >= i if TURNED else i >= j
     if form.GATE:
         apart = before[None, :] - before[:, None] if TURNED else before[:, None] - before[None, :]
@@ -198,8 +202,8 @@ def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _state_at(marks, place, form: tl.constexpr):
-    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
+def _state_at(marks, place, nothing, form: tl.constexpr):
+    depth, columns = nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     return tl.load(marks + place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :], inside, other=0.0)
 
@@ -227,11 +231,11 @@ def _decay(decays, place, part, form: tl.constexpr):
 
 
 @triton.jit
-def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.constexpr):
-    """A block's outputs, from the state before its chunk and the chunk's rows."""
+def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl.constexpr):
+    """A block's outputs, from the state before its chunk and the chunk's rows. skip: D or None."""
     R: tl.constexpr = form.R
     part = tl.program_id(0) % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
     first += part * R
     if first >= tokens:
         return
@@ -243,7 +247,7 @@ def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.const
         from_step = find_head(step, n, h, room.ends, start)
     sums, late, _, since, _ = _decay(decays, place, part, form)
     tq = _tile(from_q, q.token, first, depth, tokens, R, form.K)
-    found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
+    found = tl.dot(tq, _state_at(marks, place, 0, form).to(tq.dtype))
     if form.GATE:
         found *= since[:, None]
     if part > 0:  # the block before
@@ -254,24 +258,40 @@ def write_outputs(q, k, v, out, decays, step, marks, room, scale, form: tl.const
             weights *= _factors(step, from_step, rows - R, tokens)[None, :]
         found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first - R, columns, tokens, R, form.V))
     weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first, depth, tokens, R, form.K)))
-    weights = _own(weights, sums, form, False)
+    weights = _own(weights, sums, 0, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
+    found *= scale
+    if skip is not None:
+        found += tl.load(skip + h) * _tile(from_v, v.token, first, columns, tokens, R, form.V).to(tl.float32)
     there = (rows < tokens)[:, None] & (columns < form.V)[None, :]
     at = to + first.to(tl.int64) * out.token + (tl.arange(0, R)[:, None] * out.token + columns[None, :])
-    tl.store(at, scale * found, mask=there)
+    tl.store(at, found, mask=there)
 
 
 @triton.jit
-def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a block's rows are in a gradient."""
+def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr):
+    """Where a block's rows are in a gradient, which SHARE heads share."""
     n, h, start, first = where[0], where[1], where[2], where[4]
     row = start + first
     if room.ends is None:
         row += n.to(tl.int64) * room.tokens
-    inner = tl.arange(0, R)[:, None] * (room.heads * WIDTH)
-    return grad + (row * room.heads + h) * WIDTH + (inner + columns[None, :])
+    heads = room.heads // SHARE
+    inner = tl.arange(0, R)[:, None] * (heads * WIDTH)
+    return grad + (row * heads + h // SHARE) * WIDTH + (inner + columns[None, :])
+
+
+@triton.jit
+def _put(grad, found, where, room, WIDTH: tl.constexpr, form: tl.constexpr):
+    """Writes a block's rows of dq or dk; adds them to those of the heads before, where heads share."""
+    R: tl.constexpr = form.R
+    rows, depth = where[4] + tl.arange(0, R), where[6] + tl.arange(0, form.BK)
+    here = (rows < where[3])[:, None] & (depth < WIDTH)[None, :]
+    at = _rows_of(grad, where, room, depth, R, WIDTH, form.SHARE)
+    if form.SHARE > 1:
+        found += tl.load(at, mask=here & (where[1] % form.SHARE > 0), other=0.0)
+    tl.store(at, found, mask=here)
 
 
 @triton.jit
@@ -286,9 +306,9 @@ def _bring(grads, number, where, part, x, y, form: tl.constexpr):
 def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dq."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     from_step = from_q
@@ -296,7 +316,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
         from_step = find_head(step, n, h, room.ends, start)
     sums, late, _, since, _ = _decay(decays, place, part, form)
     tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V)
-    found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
+    found = tl.dot(tdo, tl.trans(_state_at(marks, place, nothing, form).to(tdo.dtype)))
     if form.GATE:
         found *= since[:, None]
     if part > 0:  # keys of the block before
@@ -311,49 +331,50 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
     if form.GATE:
         _bring(grads, QUERY, where, part, _tile(from_q, q.token, first, depth, tokens, R, form.K), found, form)
     weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first, columns, tokens, R, form.V)))
-    weights = _own(weights, sums, form, False)
+    weights = _own(weights, sums, nothing, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first, depth, tokens, R, form.K))
-    here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    tl.store(_rows_of(grads.q, where, room, depth, R, form.K), scale * found, mask=here)
+    _put(grads.q, scale * found, where, room, form.K, form)
 
 
 @triton.jit
 def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.constexpr):
     """A block's weights of keys (rows) with queries in dk and in dv; keeps what its pairs bring to its gates."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
-    i, j = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
+    depth, columns = nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
+    i, j = nothing + tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     sums = _decay(decays, place, part, form)[0]
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
     scores = tl.dot(tk, tl.trans(_tile(from_q, q.token, first, depth, tokens, R, form.K)))
-    scores = _own(scale * scores, sums, form, True)
+    scores = _own(scale * scores, sums, nothing, form, True)
     products = tl.dot(tv, tl.trans(_tile(from_do, do.token, first, columns, tokens, R, form.V)))
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
         products *= _factors(step, from_step, first + tl.arange(0, R), tokens)[:, None]
     if form.GATE:  # rows are gates, and columns queries: the sum over keys before the gate
         if tv.dtype == tl.float16:  # whose range they may leave
-            earlier = tl.dot((j < i).to(tl.float32), scores * products, input_precision="tf32")
+            carried = (scores * products).to(tl.int32, bitcast=True)
+            carried = ((carried + 0x1000) & -0x2000).to(tl.float32, bitcast=True)  # the product cuts bits off
+            earlier = tl.dot((j < i).to(tl.float32), carried, input_precision="tf32")
         else:
             earlier = tl.dot((j < i).to(tv.dtype), (scores * products).to(tv.dtype))
         _bring(grads, OWN, where, part, (j >= i).to(tl.float32), earlier, form)
-    return _own(scale * products, sums, form, True).to(tv.dtype), scores.to(tv.dtype)
+    return _own(scale * products, sums, nothing, form, True).to(tv.dtype), scores.to(tv.dtype)
 
 
 @triton.jit
 def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dk. products: the block's weights of keys with queries."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     _, _, soon, _, until = _decay(decays, place, part, form)
@@ -362,7 +383,7 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
         soon *= factor
         until *= factor
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
-    found = tl.dot(tv, tl.trans(_state_at(marks, place, form).to(tv.dtype)))
+    found = tl.dot(tv, tl.trans(_state_at(marks, place, nothing, form).to(tv.dtype)))
     if form.GATE or step is not None:
         found *= until[:, None]
     if part < form.BLOCKS - 1:  # queries of the block after
@@ -375,22 +396,29 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
     if form.GATE:
         _bring(grads, KEY, where, part, _tile(from_k, k.token, first, depth, tokens, R, form.K), found, form)
     found += tl.dot(products, _tile(from_q, q.token, first, depth, tokens, R, form.K))
-    here = (rows < tokens)[:, None] & (depth < form.K)[None, :]
-    tl.store(_rows_of(grads.k, where, room, depth, R, form.K), found, mask=here)
+    _put(grads.k, found, where, room, form.K, form)
 
 
 @triton.jit
-def _values(q, k, do, decays, marks, scores, grads, where, room, scale, form: tl.constexpr):
-    """Writes a block's dv. scores: the block's weights of keys with queries."""
+def _per_token(grad, found, where, room, form: tl.constexpr):
+    """Writes a number for each row of a block."""
+    at = _rows_of(grad, where, room, tl.arange(0, 1), form.R, 1, 1)
+    tl.store(at, found[:, None], mask=(where[4] + tl.arange(0, form.R) < where[3])[:, None])
+
+
+@triton.jit
+def _values(q, k, v, do, decays, step, skip, marks, scores, grads, where, room, scale, form: tl.constexpr):
+    """Writes a block's dv, and the gradients of its tokens' factors. scores: the block's weights of keys with
+    queries."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place = where
+    n, h, start, tokens, first, place, nothing = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_do = find_head(do, n, h, room.ends, start)
     _, _, soon, _, until = _decay(decays, place, part, form)
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
-    found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
+    found = tl.dot(tk, _state_at(marks, place, nothing, form).to(tk.dtype))
     if form.GATE:
         found *= until[:, None]
     if part < form.BLOCKS - 1:  # queries of the block after
@@ -399,17 +427,25 @@ def _values(q, k, do, decays, marks, scores, grads, where, room, scale, form: tl
             weights *= soon[:, None] * _decay(decays, place, part + 1, form)[1][None, :]
         found += tl.dot(weights.to(tk.dtype), _tile(from_do, do.token, first + R, columns, tokens, R, form.V))
     found += tl.dot(scores, _tile(from_do, do.token, first, columns, tokens, R, form.V))
+    if step is not None:
+        tv = _tile(find_head(v, n, h, room.ends, start), v.token, first, columns, tokens, R, form.V).to(tl.float32)
+        _per_token(grads.step, tl.sum(tv * found, 1), where, room, form)
+        found *= _factors(step, find_head(step, n, h, room.ends, start), rows, tokens)[:, None]
+        if skip is not None:
+            tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V).to(tl.float32)
+            _per_token(grads.skip, tl.sum(tv * tdo, 1), where, room, form)
+            found += tl.load(skip + h) * tdo
     here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-    tl.store(_rows_of(grads.v, where, room, columns, R, form.V), found, mask=here)
+    tl.store(_rows_of(grads.v, where, room, columns, R, form.V, 1), found, mask=here)
 
 
 @triton.jit
-def _past(before, after, decays, place, form: tl.constexpr):
+def _past(before, after, decays, place, nothing, form: tl.constexpr):
     """What keys before a chunk bring to its gates with queries after it: the decayed <state, its gradient>."""
     PIECE: tl.constexpr = 16
     BV: tl.constexpr = form.BV
     both = tl.zeros([PIECE, BV], tl.float32)
-    columns = tl.arange(0, BV)
+    columns = nothing + tl.arange(0, BV)
     for piece in range(form.BK // PIECE):
         depth = piece * PIECE + tl.arange(0, PIECE)
         inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
@@ -420,20 +456,40 @@ def _past(before, after, decays, place, form: tl.constexpr):
 
 
 @triton.jit
-def write_gradients(q, k, v, do, decays, step, before, after, grads, room, scale, form: tl.constexpr):
-    """A block's gradients. before, after: the states before each chunk and the gradients of those after it."""
+def write_query_gradients(q, k, v, do, decays, step, before, grads, room, scale, form: tl.constexpr):
+    """A block's dq. before: the states before each chunk."""
     part = tl.program_id(0) % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    pair = tl.program_id(1) * form.SHARE
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
     first += part * form.R
     if first >= tokens:
         return
-    where = (n, h, start, tokens, first, place)
-    _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
-    products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
-    _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
-    _values(q, k, do, decays, after, scores, grads, where, room, scale, form)
-    if form.GATE and part == 0:
-        tl.store(grads.past + place, _past(before, after, decays, place, form))
+    for turn in range(form.SHARE):
+        where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
+        _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
+        if form.SHARE > 1:
+            tl.debug_barrier()  # other threads read what these have written to dq
+
+
+@triton.jit
+def write_key_gradients(q, k, v, do, decays, step, skip, before, after, grads, room, scale, form: tl.constexpr):
+    """A block's dk and dv, and what its gates get of pairs and states. after: the gradients of the states after each
+    chunk."""
+    part = tl.program_id(0) % form.BLOCKS
+    pair = tl.program_id(1) * form.SHARE
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
+    first += part * form.R
+    if first >= tokens:
+        return
+    for turn in range(form.SHARE):
+        where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
+        products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
+        _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
+        _values(q, k, v, do, decays, step, skip, after, scores, grads, where, room, scale, form)
+        if form.GATE and part == 0:
+            tl.store(grads.past + where[5], _past(before, after, decays, where[5], where[6], form))
+        if form.SHARE > 1:
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -441,7 +497,7 @@ def join_gates(grads, room, scale, form: tl.constexpr):
     """A block's dg: queries from each gate on, keys before it, and what goes past the block."""
     R: tl.constexpr = form.R
     part = tl.program_id(0) % form.BLOCKS
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS)
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
     first += part * R
     if first >= tokens:
         return
@@ -455,5 +511,4 @@ def join_gates(grads, room, scale, form: tl.constexpr):
         late = part == 0 and first + R < tokens
         found += scale * tl.sum(tl.load(at + R + FAR_QUERY * grads.stride, mask=(inner < R) & late, other=0.0), 0)
         found += tl.sum(tl.load(at - R + FAR_KEY * grads.stride, mask=(inner < R) & (part > 0), other=0.0), 0)
-    to = _rows_of(grads.g, (n, h, start, tokens, first, place), room, tl.arange(0, 1), R, 1)
-    tl.store(to, found[:, None], mask=(first + inner < tokens)[:, None])
+    _per_token(grads.g, found, (n, h, start, tokens, first, place, 0), room, form)

@@ -126,4 +126,7 @@ OP = Op(
 )
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.kernel("triton", IDEA, **KERNEL)
-OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates})
+OP.kernel(
+    "triton_chunks", _head_chunks.IDEA, served=True, unless=_head_chunks.left_of_gates,
+    **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates},
+)  # fmt: skip

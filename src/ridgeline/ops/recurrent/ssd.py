@@ -26,8 +26,10 @@ from ridgeline.ops.recurrent._calls import (
     engine,
     finished,
     formulas,
+    join_parts,
     one_step,
     pairs,
+    parts_of,
     precision,
     recurrence,
     refusal,
@@ -39,7 +41,8 @@ from ridgeline.ops.recurrent._step import Mamba, Token, start
 from ridgeline.select import by_kind, eager, select
 
 Maybe = torch.Tensor | None
-through = engine("ssd", ("g", "step", "skip"))
+PAIRS = 1 << 30  # of tokens, in all heads, whose weights `torch` holds several times in float32
+through = engine("ssd", ("g", "step", "skip"), shared=True)
 
 
 def _step_sizes(dt: torch.Tensor, dt_bias: Maybe, dt_softplus: bool, wide: torch.dtype) -> torch.Tensor:
@@ -173,6 +176,13 @@ def _pairs(
     return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
 
 
+def _refusal_of_pairs(x: torch.Tensor, dt: torch.Tensor, *_: Any, cu_seqlens: Maybe = None, **__: Any) -> str | None:
+    if cu_seqlens is not None:
+        return "it takes no packed sequences"
+    pairs = dt.numel() * dt.shape[1]
+    return f"it holds at most {PAIRS} pairs of tokens, got {pairs}" if pairs > PAIRS else None
+
+
 def cost(
     x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *, D: Maybe = None,
     z: Maybe = None, **given: Any,
@@ -197,29 +207,29 @@ def _fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
 def _bwd(
     dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
 ) -> None:
-    backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+    call = _call(*inputs)
+    parts = [parts_of(t, call.v.shape[2]) for t in (dC, dB)]
+    backward((*parts, dx, dg, dD, dstep, dfirst), do, dlast, call)
+    for out, part in zip((dC, dB), parts, strict=True):
+        join_parts(out, part)
 
 
 def _chunks_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    """`triton_chunks` has the step sizes inside, and D here."""
-    call = _call(*inputs)
-    _head_chunks.forward(call, call.step, o, last)
-    if call.skip is not None:
-        o.copy_(torch.addcmul(o.float(), call.v.float(), call.skip.unsqueeze(-1)))
+    _head_chunks.forward(o, last, _call(*inputs))
 
 
 def _chunks_bwd(
     dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
 ) -> None:
-    call, weighted = _call(*inputs), torch.empty_like(dx)
-    _head_chunks.backward(call, call.step, (dC, dB, weighted, dg, dfirst), do, dlast)
-    x, wide = call.v.float(), weighted.float()
-    torch.sum(wide * x, -1, out=dstep)
-    wide *= inputs[4].unsqueeze(-1)
-    if call.skip is not None:
-        wide.addcmul_(do.float(), call.skip.unsqueeze(-1))
-        torch.sum(do.float() * x, (0, 1, 3), out=dD)
-    dx.copy_(wide)
+    _head_chunks.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+
+
+def _left(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
+    """Which calls `triton_chunks` leaves to `triton`, by public arguments or a launcher's inputs."""
+    if len(args) < 10:
+        return _head_chunks.left(args[0], cu_seqlens)
+    inputs = args[len(args) - 10 :]  # after backward's two gradients
+    return _head_chunks.left(inputs[2], inputs[7])
 
 
 class Negative(Spec):
@@ -260,9 +270,9 @@ OP = Op(
     cases=CASES,
 )
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
-OP.eager(
-    "torch", "all pairs of tokens at once, as attention without softmax", _pairs,
-    supports=lambda *_, cu_seqlens=None, **__: "it takes no packed sequences" if cu_seqlens is not None else None,
-)  # fmt: skip
+OP.eager("torch", "all pairs of tokens at once, as attention without softmax", _pairs, supports=_refusal_of_pairs)
 OP.kernel("triton", IDEA, kind="triton", fwd=_fwd, bwd=_bwd, supports=refusal, served=True, gain=2.0)
-OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd})
+OP.kernel(
+    "triton_chunks", _head_chunks.IDEA, served=True, unless=_left,
+    **_head_chunks.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd},
+)  # fmt: skip
