@@ -19,21 +19,20 @@ LLAMA: Row = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": Fals
 
 @dataclass(frozen=True)
 class Size:
-    """A model by its sizes. kind: transformers' model_type; fields: of its configuration; rate: AdamW's."""
+    """A model by its sizes. kind: transformers' model_type; fields: of its configuration."""
 
     title: str
     kind: str
     fields: Row
-    rate: float = 2e-4
 
 
 def _size(title: str, kind: str, hidden: int, layers: int, heads: tuple[int, int, int], inner: int, vocabulary: int,
-          tied: bool, rate: float = 2e-4, **more: Any) -> Size:  # fmt: skip
+          tied: bool, **more: Any) -> Size:  # fmt: skip
     """heads: of queries, of keys, and the dimensions of one. inner: the features between the MLP's products."""
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "tie_word_embeddings")
     fields = dict(zip(names, (hidden, layers, inner, vocabulary, tied), strict=True))
     fields |= dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads, strict=True))
-    return Size(title, kind, fields | more, rate)
+    return Size(title, kind, fields | more)
 
 
 def _rope(theta: float, **scaling: Any) -> Row:
@@ -51,12 +50,12 @@ SIZES = {
         "Qwen3 0.6B", "qwen3", 1024, 28, (16, 8, 128), 3072, 151936, True, max_position_embeddings=40960, **_rope(1e6)
     ),
     "llama-8b-8l": _size(
-        "Llama 3 8B, 8 of 32 layers", "llama", 4096, 8, (32, 8, 128), 14336, 128256, False, 1e-5,
+        "Llama 3 8B, 8 of 32 layers", "llama", 4096, 8, (32, 8, 128), 14336, 128256, False,
         max_position_embeddings=8192, **LLAMA, **_rope(5e5),
     ),
     "gpt-oss-6l": _size(
-        "gpt-oss 20B, 6 of 24 layers", "gpt_oss", 2880, 6, (64, 8, 64), 2880, 201088, False, 2e-5,
-        num_local_experts=32, num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072,
+        "gpt-oss 20B, 6 of 24 layers", "gpt_oss", 2880, 6, (64, 8, 64), 2880, 201088, False, num_local_experts=32,
+        num_experts_per_tok=4, sliding_window=128, max_position_embeddings=131072,
         **_rope(150000.0, rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
                 original_max_position_embeddings=4096),
     ),
@@ -72,12 +71,12 @@ VARIANTS = {
     "compile": "torch.compile of the model, with torch's fused AdamW",
     "eager": "the model as transformers makes it, with torch's fused AdamW",
 }
-# AdamW's, beside its rate. By a size's rate the loss falls in each of the first steps, but slowly: where it falls to a
-# tenth in a few steps, kernels an ulp apart disagree by more than the tolerance, and the check judges noise. A step
-# changes the logits by about rate times width. Below some 6e-5 larger bfloat16 weights stay where they are, as less
-# than half an ulp is rounded away, so the loss falls with the square of the rate (docs/notes/hf.md).
+# AdamW's, beside its rate, which follows from the width, so that the loss falls in each of the first steps, but slowly.
+# Where it falls to a tenth in a few steps, kernels an ulp apart disagree by more than the tolerance, and the check
+# judges noise. A step changes the logits by about rate times width. Below some 6e-5 larger bfloat16 weights stay where
+# they are, as less than half an ulp is rounded away, so the loss falls with the square of the rate (docs/notes/hf.md).
 LEARNING: Row = {"betas": (0.9, 0.95), "weight_decay": 0.1}
-RATES = ((1024, 2e-4), (3072, 2e-5), (1 << 62, 1e-5))  # of a folder's model, up to a width
+RATES = ((1024, 2e-4), (3072, 2e-5), (1 << 62, 1e-5))  # up to a width
 
 
 class Missing(Exception):
@@ -132,10 +131,8 @@ def configuration(model: str) -> Any:
     return AutoConfig.from_pretrained(model)
 
 
-def rate(model: str, config: Any) -> float:
-    """AdamW's learning rate for a model: that of its size, or for a folder's the one of its width."""
-    if model in SIZES:
-        return SIZES[model].rate
+def rate(config: Any) -> float:
+    """AdamW's learning rate for a model: that of its width."""
     width = getattr(config.get_text_config(), "hidden_size", 0)
     return next(rate for most, rate in RATES if width <= most)
 
@@ -171,7 +168,7 @@ def varied(task: Task, model: Any) -> tuple[Any, Any, str | None]:
             raise Missing("this Ridgeline has no module ridgeline.hf", "skipped")
         report = str(import_module("ridgeline.hf").patch(model, memory=task.memory))
     parameters = list(model.parameters())
-    how: Row = LEARNING | {"lr": rate(task.model, model.config)} | ({"capturable": True} if task.graph else {})
+    how: Row = LEARNING | {"lr": rate(model.config)} | ({"capturable": True} if task.graph else {})
     if task.variant == "ridgeline":
         from ridgeline.optim import AdamW
 

@@ -61,7 +61,7 @@ class Session:
         task = self.task
         model = model_step.plain(task)
         least = model_step.work(model, task.batch, task.seq)
-        self.vocabulary, rate = model.config.vocab_size, model_step.rate(task.model, model.config)
+        self.vocabulary, rate = model.config.vocab_size, model_step.rate(model.config)
         self.model, self.optimizer, patched = model_step.varied(task, model)
         self.ids = model_step.tokens(task, self.vocabulary, task.batch, task.seq)
         self.step = self.single = model_step.stepper(self.model, self.optimizer, self.ids)
