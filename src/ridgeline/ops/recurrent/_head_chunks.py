@@ -152,18 +152,19 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
             torch.empty((5, heads, room.chunks, room.unit), **fresh),
             torch.empty((heads, room.chunks), **fresh),
         )
-    sums = _calls.parts_of(dq, HV), _calls.parts_of(dk, HV)
+    parts_of_q = _calls.parts_of(dq, HV)
+    parts_of_k = dk if parts_of_q is dq else parts_of_q  # dq's parts are summed before
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
-    grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)
+    grads = HeadGrads(parts_of_q, parts_of_k, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
     args = *rows, plan.step, before, grads, room, call.scale
     launch(write_query_gradients, (grid, heads), *args, form=plan.form, **tiles.queries)
+    _calls.join_parts(dq, parts_of_q)
     args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
     launch(write_key_gradients, (grid, heads), *args, form=plan.form, **tiles.keys)
     if dg is not None:
         launch(join_gates, (grid, heads), grads, room, call.scale, form=plan.form, num_warps=1)
-    _calls.join_parts(dq, sums[0])
-    _calls.join_parts(dk, sums[1])
+    _calls.join_parts(dk, parts_of_k)
     if of_skip is not None:
         torch.sum(of_skip, (0, 1), out=dD)
 
