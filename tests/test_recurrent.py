@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
 import ridgeline.device
@@ -378,6 +380,35 @@ def test_each_tokens_factor_of_v(skip: bool, device: str) -> None:
     if not skip:
         exact_ones[4].copy_(grads[4].fill_(0))
     close([o, last, *grads], [expected, final, *exact_ones], 1e-3)
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors allocated inside hold at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[tuple[StorageWeakRef, int]] = []
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if not function.is_view and isinstance(made, torch.Tensor):
+            self.alive = [(ref, size) for ref, size in self.alive if not ref.expired()]
+            self.alive.append((StorageWeakRef(made.untyped_storage()), made.untyped_storage().nbytes()))
+            self.most = max(self.most, sum(size for _, size in self.alive))
+        return made
+
+
+def test_memory_of_backward_with_one_group() -> None:
+    """MiB over the inputs at ssd's size of 64 heads in bfloat16 for an H200: o, the gradients and what backward adds.
+    The parts of dC and of dB take 1024, one after the other."""
+    (x, dt, _, b, c), _ = get("ssd").case("8x4096x64x64, 1 group of 128").make("bfloat16", "meta")
+    gates = dt.detach().float(), dt.detach().float()
+    made = [torch.empty_like(t) for t in (c, b, x, *gates)]
+    with ridgeline.device.pretend("h200"), Held() as held:
+        ssd._chunks_bwd(*made, None, None, x, None, c, b, x, *gates, None, None, None, 1.0, "ieee")
+    total = held.most + sum(t.nbytes for t in (x, *made))
+    assert total < 2250 << 20
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the interpreter's accesses are looked at")
