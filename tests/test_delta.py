@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
 import test_gates
@@ -16,7 +14,7 @@ from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.op import RidgelineError
 from ridgeline.ops.recurrent import _delta_chunks
-from test_recurrent import close, everything, exact, first_state
+from test_recurrent import Held, close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
 
@@ -226,23 +224,6 @@ def test_shared_memory_of_backward(dtype: torch.dtype, device: str, monkeypatch:
         monkeypatch.setattr(_delta_chunks, "_in", lambda *_: None)
         assert all(torch.equal(a, b) for a, b in zip(shared, results(kind), strict=True)), kind
         monkeypatch.undo()
-
-
-class Held(TorchDispatchMode):
-    """The most bytes that tensors allocated inside hold at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: list[tuple[StorageWeakRef, int]] = []
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if not function.is_view and isinstance(made, torch.Tensor):
-            self.alive = [(ref, size) for ref, size in self.alive if not ref.expired()]
-            self.alive.append((StorageWeakRef(made.untyped_storage()), made.untyped_storage().nbytes()))
-            self.most = max(self.most, sum(size for _, size in self.alive))
-        return made
 
 
 @pytest.mark.parametrize(("gate", "most"), [(1, 1000), (2, 1700)])

@@ -38,8 +38,8 @@ class HeadTiles(NamedTuple):
     blocks: int  # of a chunk
     walk: dict[str, Any]  # warps and stages of `write_states`
     outputs: dict[str, Any]
-    queries: dict[str, Any]  # of `write_query_gradients` with a head in a program
-    keys: dict[str, Any]  # of `write_key_gradients`, and of both with several
+    queries: dict[str, Any]  # of `write_query_gradients`
+    keys: dict[str, Any]  # of `write_key_gradients`
 
 
 class Plan(NamedTuple):
@@ -64,15 +64,6 @@ def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
     return HeadTiles(min(BV, 64), 64, 2, one | {"num_stages": 2}, three, three, one)
 
 
-def share(gpu: device.Device, group: int, programs: int) -> int:
-    """Returns how many heads of a group go to a program of the gradients, which sums their parts of dq and dk: up to 8,
-    while programs fill the GPU eight times at two a multiprocessor."""
-    some = 1
-    while some < 8 and group % (2 * some) == 0 and programs >= 32 * some * gpu.multiprocessors:
-        some *= 2
-    return some
-
-
 def prepare(call: _chunks.Call) -> Plan:
     (B, T, HV, V), K, N = call.v.shape, call.q.shape[3], call.sequences
     tiles = head_tiles(device.of(call.q), V)
@@ -80,7 +71,7 @@ def prepare(call: _chunks.Call) -> Plan:
     C = tiles.rows * tiles.blocks
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
     room = Room(call.ends, T, HV, chunks, N, C)
-    form = BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate, 1)
+    form = BlockForm(K, V, BK, BV, tiles.rows, tiles.blocks, call.gate)
     decays = None
     if call.g is not None:
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": call.q.device}
@@ -146,10 +137,10 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
     """The states again, their gradients, and two kernels over all chunks; another joins the parts of dg.
 
     gradients: of q, k, v, g, D, the step sizes and the first state. Those of q and k are of value heads or, where
-    these share q and k, of its heads."""
+    these share q and k, of its heads: sums of a part in float32 for each value head."""
     dq, dk, dv, dg, dD, dstep, dfirst = gradients
     plan = prepare(call)
-    tiles, room, (B, T, HV, _), H = plan.tiles, plan.room, call.v.shape, call.q.shape[2]
+    tiles, room, (B, T, HV, _) = plan.tiles, plan.room, call.v.shape
     heads, grid = B * HV, room.chunks * tiles.blocks
     wide = torch.bfloat16 if call.q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range
     before = walk(plan, call.k, call.v, call.first, None, wide, False)
@@ -161,23 +152,19 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
             torch.empty((5, heads, room.chunks, room.unit), **fresh),
             torch.empty((heads, room.chunks), **fresh),
         )
-    some, sums = 1, (dq, dk)
-    if dq.shape[2] != HV:
-        some = share(device.of(do), HV // H, grid * heads)
-        sums = torch.empty((2, B, T, HV // some, dq.shape[3]), **fresh).unbind()
+    parts_of_q = _calls.parts_of(dq, HV)
+    parts_of_k = dk if parts_of_q is dq else parts_of_q  # dq's parts are summed before
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
-    grads = HeadGrads(*sums, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past, 0)
+    grads = HeadGrads(parts_of_q, parts_of_k, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
-    form, programs = plan.form._replace(SHARE=some), (grid, heads // some)
     args = *rows, plan.step, before, grads, room, call.scale
-    launch(write_query_gradients, programs, *args, form=form, **(tiles.queries if some == 1 else tiles.keys))
+    launch(write_query_gradients, (grid, heads), *args, form=plan.form, **tiles.queries)
+    _calls.join_parts(dq, parts_of_q)
     args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
-    launch(write_key_gradients, programs, *args, form=form, **tiles.keys)
+    launch(write_key_gradients, (grid, heads), *args, form=plan.form, **tiles.keys)
     if dg is not None:
         launch(join_gates, (grid, heads), grads, room, call.scale, form=plan.form, num_warps=1)
-    if dq.shape[2] != HV:
-        _calls.join_parts(dq, sums[0])
-        _calls.join_parts(dk, sums[1])
+    _calls.join_parts(dk, parts_of_k)
     if of_skip is not None:
         torch.sum(of_skip, (0, 1), out=dD)
 
@@ -200,8 +187,6 @@ def left(v: torch.Tensor, ends: Maybe) -> str | None:
     sequences = B if ends is None else ends.numel() - 1
     if gpu.capability != 90 and not (v.is_meta and gpu.backend == "cpu"):  # recorded calls are asked for by sizes alone
         return "its tiles are for Hopper"
-    if v.dtype != torch.bfloat16:
-        return "it is timed and checked in bfloat alone"
     if B * T < LONG * sequences:
         return "its sequences are short"
     return "its heads fill less than half of the GPU" if sequences * HV < HEADS else None

@@ -3,8 +3,8 @@
 Only the states need order. `write_states` walks a head's chunks, makes nothing but them, and writes the state before
 each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs`,
 `write_query_gradients` and `write_key_gradients` then take all chunks at once. A chunk has one block of rows or two,
-and a program takes one block, so states are written half as often as a block's own pairs would need. Where many heads
-share q and k, a program of the gradients takes several of them and adds up their dq and dk.
+and a program takes one block of one head, so states are written half as often as a block's own pairs would need. Where
+heads share q and k, each writes its part of dq and dk.
 
 No factor exceeds 1: pairs within a block decay by e^(G_i - G_j), those of two blocks by the decay since the edge
 between them times the decay until it. The gate's gradient is the four sums of `_scan.py`.
@@ -30,7 +30,6 @@ class BlockForm(NamedTuple):
     R: int  # rows of a block
     BLOCKS: int  # of a chunk, 1 or 2
     GATE: int  # 0: none, 1: per token
-    SHARE: int  # heads of a group whose parts of dq and dk a program sums
 
 
 class Room(NamedTuple):
@@ -55,7 +54,7 @@ class Decays(NamedTuple):
 
 
 class HeadGrads(NamedTuple):
-    """(B, T, value heads, columns), contiguous; q's and k's are of SHARE heads each."""
+    """(B, T, value heads, columns), contiguous; q's and k's are of each value head too."""
 
     q: Any
     k: Any
@@ -66,7 +65,6 @@ class HeadGrads(NamedTuple):
     rows: Any  # what each row brings to its gates, (5, heads, chunks, rows) in float32: the numbers below
     stride: Any
     past: Any  # what goes past each chunk, in float32
-    nothing: Any  # 0, added where a compiler would else keep all tiles' offsets in registers from head to head
 
 
 QUERY = tl.constexpr(0)  # pairs of a row's query with keys of earlier blocks
@@ -190,10 +188,10 @@ def write_states(a, c, decays, step, states, room, length, factor, form: tl.cons
 
 
 @triton.jit
-def _own(scores, before, nothing, form: tl.constexpr, TURNED: tl.constexpr):
+def _own(scores, before, form: tl.constexpr, TURNED: tl.constexpr):
     """A block's own pairs with their decays: rows are queries and columns keys, or TURNED the other way."""
     row = tl.arange(0, form.R)
-    i, j = nothing + row[:, None], row[None, :]
+    i, j = row[:, None], row[None, :]
     seen = j >= i if TURNED else i >= j
     if form.GATE:
         apart = before[None, :] - before[:, None] if TURNED else before[:, None] - before[None, :]
@@ -202,8 +200,8 @@ def _own(scores, before, nothing, form: tl.constexpr, TURNED: tl.constexpr):
 
 
 @triton.jit
-def _state_at(marks, place, nothing, form: tl.constexpr):
-    depth, columns = nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
+def _state_at(marks, place, form: tl.constexpr):
+    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
     inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
     return tl.load(marks + place * (form.K * form.V) + depth[:, None] * form.V + columns[None, :], inside, other=0.0)
 
@@ -247,7 +245,7 @@ def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl
         from_step = find_head(step, n, h, room.ends, start)
     sums, late, _, since, _ = _decay(decays, place, part, form)
     tq = _tile(from_q, q.token, first, depth, tokens, R, form.K)
-    found = tl.dot(tq, _state_at(marks, place, 0, form).to(tq.dtype))
+    found = tl.dot(tq, _state_at(marks, place, form).to(tq.dtype))
     if form.GATE:
         found *= since[:, None]
     if part > 0:  # the block before
@@ -258,7 +256,7 @@ def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl
             weights *= _factors(step, from_step, rows - R, tokens)[None, :]
         found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first - R, columns, tokens, R, form.V))
     weights = tl.dot(tq, tl.trans(_tile(from_k, k.token, first, depth, tokens, R, form.K)))
-    weights = _own(weights, sums, 0, form, False)
+    weights = _own(weights, sums, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tq.dtype), _tile(from_v, v.token, first, columns, tokens, R, form.V))
@@ -271,27 +269,23 @@ def write_outputs(q, k, v, out, decays, step, skip, marks, room, scale, form: tl
 
 
 @triton.jit
-def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr, SHARE: tl.constexpr):
-    """Where a block's rows are in a gradient, which SHARE heads share."""
+def _rows_of(grad, where, room, columns, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a block's rows are in a gradient."""
     n, h, start, first = where[0], where[1], where[2], where[4]
     row = start + first
     if room.ends is None:
         row += n.to(tl.int64) * room.tokens
-    heads = room.heads // SHARE
-    inner = tl.arange(0, R)[:, None] * (heads * WIDTH)
-    return grad + (row * heads + h // SHARE) * WIDTH + (inner + columns[None, :])
+    inner = tl.arange(0, R)[:, None] * (room.heads * WIDTH)
+    return grad + (row * room.heads + h) * WIDTH + (inner + columns[None, :])
 
 
 @triton.jit
 def _put(grad, found, where, room, WIDTH: tl.constexpr, form: tl.constexpr):
-    """Writes a block's rows of dq or dk; adds them to those of the heads before, where heads share."""
+    """Writes a block's rows of dq or dk."""
     R: tl.constexpr = form.R
-    rows, depth = where[4] + tl.arange(0, R), where[6] + tl.arange(0, form.BK)
+    rows, depth = where[4] + tl.arange(0, R), tl.arange(0, form.BK)
     here = (rows < where[3])[:, None] & (depth < WIDTH)[None, :]
-    at = _rows_of(grad, where, room, depth, R, WIDTH, form.SHARE)
-    if form.SHARE > 1:
-        found += tl.load(at, mask=here & (where[1] % form.SHARE > 0), other=0.0)
-    tl.store(at, found, mask=here)
+    tl.store(_rows_of(grad, where, room, depth, R, WIDTH), found, mask=here)
 
 
 @triton.jit
@@ -306,9 +300,9 @@ def _bring(grads, number, where, part, x, y, form: tl.constexpr):
 def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dq."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place, nothing = where
+    n, h, start, tokens, first, place = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     from_step = from_q
@@ -316,7 +310,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
         from_step = find_head(step, n, h, room.ends, start)
     sums, late, _, since, _ = _decay(decays, place, part, form)
     tdo = _tile(from_do, do.token, first, columns, tokens, R, form.V)
-    found = tl.dot(tdo, tl.trans(_state_at(marks, place, nothing, form).to(tdo.dtype)))
+    found = tl.dot(tdo, tl.trans(_state_at(marks, place, form).to(tdo.dtype)))
     if form.GATE:
         found *= since[:, None]
     if part > 0:  # keys of the block before
@@ -331,7 +325,7 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
     if form.GATE:
         _bring(grads, QUERY, where, part, _tile(from_q, q.token, first, depth, tokens, R, form.K), found, form)
     weights = tl.dot(tdo, tl.trans(_tile(from_v, v.token, first, columns, tokens, R, form.V)))
-    weights = _own(weights, sums, nothing, form, False)
+    weights = _own(weights, sums, form, False)
     if step is not None:
         weights *= _factors(step, from_step, rows, tokens)[None, :]
     found += tl.dot(weights.to(tdo.dtype), _tile(from_k, k.token, first, depth, tokens, R, form.K))
@@ -342,17 +336,17 @@ def _queries(q, k, v, do, decays, step, marks, grads, where, room, scale, form: 
 def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.constexpr):
     """A block's weights of keys (rows) with queries in dk and in dv; keeps what its pairs bring to its gates."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place, nothing = where
+    n, h, start, tokens, first, place = where
     part = (first // R) % form.BLOCKS
-    depth, columns = nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
-    i, j = nothing + tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
+    depth, columns = tl.arange(0, form.BK), tl.arange(0, form.BV)
+    i, j = tl.arange(0, R)[:, None], tl.arange(0, R)[None, :]
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     sums = _decay(decays, place, part, form)[0]
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
     scores = tl.dot(tk, tl.trans(_tile(from_q, q.token, first, depth, tokens, R, form.K)))
-    scores = _own(scale * scores, sums, nothing, form, True)
+    scores = _own(scale * scores, sums, form, True)
     products = tl.dot(tv, tl.trans(_tile(from_do, do.token, first, columns, tokens, R, form.V)))
     if step is not None:
         from_step = find_head(step, n, h, room.ends, start)
@@ -363,16 +357,16 @@ def _pairs(q, k, v, do, decays, step, grads, where, room, scale, form: tl.conste
         else:
             earlier = tl.dot((j < i).to(tv.dtype), (scores * products).to(tv.dtype))
         _bring(grads, OWN, where, part, (j >= i).to(tl.float32), earlier, form)
-    return _own(scale * products, sums, nothing, form, True).to(tv.dtype), scores.to(tv.dtype)
+    return _own(scale * products, sums, form, True).to(tv.dtype), scores.to(tv.dtype)
 
 
 @triton.jit
 def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale, form: tl.constexpr):
     """Writes a block's dk. products: the block's weights of keys with queries."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place, nothing = where
+    n, h, start, tokens, first, place = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_v, from_do = find_head(v, n, h, room.ends, start), find_head(do, n, h, room.ends, start)
     _, _, soon, _, until = _decay(decays, place, part, form)
@@ -381,7 +375,7 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
         soon *= factor
         until *= factor
     tv = _tile(from_v, v.token, first, columns, tokens, R, form.V)
-    found = tl.dot(tv, tl.trans(_state_at(marks, place, nothing, form).to(tv.dtype)))
+    found = tl.dot(tv, tl.trans(_state_at(marks, place, form).to(tv.dtype)))
     if form.GATE or step is not None:
         found *= until[:, None]
     if part < form.BLOCKS - 1:  # queries of the block after
@@ -400,7 +394,7 @@ def _keys(q, k, v, do, decays, step, marks, products, grads, where, room, scale,
 @triton.jit
 def _per_token(grad, found, where, room, form: tl.constexpr):
     """Writes a number for each row of a block."""
-    at = _rows_of(grad, where, room, tl.arange(0, 1), form.R, 1, 1)
+    at = _rows_of(grad, where, room, tl.arange(0, 1), form.R, 1)
     tl.store(at, found[:, None], mask=(where[4] + tl.arange(0, form.R) < where[3])[:, None])
 
 
@@ -409,14 +403,14 @@ def _values(q, k, v, do, decays, step, skip, marks, scores, grads, where, room, 
     """Writes a block's dv, and the gradients of its tokens' factors. scores: the block's weights of keys with
     queries."""
     R: tl.constexpr = form.R
-    n, h, start, tokens, first, place, nothing = where
+    n, h, start, tokens, first, place = where
     part = (first // R) % form.BLOCKS
-    rows, depth, columns = first + tl.arange(0, R), nothing + tl.arange(0, form.BK), nothing + tl.arange(0, form.BV)
+    rows, depth, columns = first + tl.arange(0, R), tl.arange(0, form.BK), tl.arange(0, form.BV)
     from_q, from_k = find_head(q, n, h, room.ends, start), find_head(k, n, h, room.ends, start)
     from_do = find_head(do, n, h, room.ends, start)
     _, _, soon, _, until = _decay(decays, place, part, form)
     tk = _tile(from_k, k.token, first, depth, tokens, R, form.K)
-    found = tl.dot(tk, _state_at(marks, place, nothing, form).to(tk.dtype))
+    found = tl.dot(tk, _state_at(marks, place, form).to(tk.dtype))
     if form.GATE:
         found *= until[:, None]
     if part < form.BLOCKS - 1:  # queries of the block after
@@ -434,16 +428,16 @@ def _values(q, k, v, do, decays, step, skip, marks, scores, grads, where, room, 
             _per_token(grads.skip, tl.sum(tv * tdo, 1), where, room, form)
             found += tl.load(skip + h) * tdo
     here = (rows < tokens)[:, None] & (columns < form.V)[None, :]
-    tl.store(_rows_of(grads.v, where, room, columns, R, form.V, 1), found, mask=here)
+    tl.store(_rows_of(grads.v, where, room, columns, R, form.V), found, mask=here)
 
 
 @triton.jit
-def _past(before, after, decays, place, nothing, form: tl.constexpr):
+def _past(before, after, decays, place, form: tl.constexpr):
     """What keys before a chunk bring to its gates with queries after it: the decayed <state, its gradient>."""
     PIECE: tl.constexpr = 16
     BV: tl.constexpr = form.BV
     both = tl.zeros([PIECE, BV], tl.float32)
-    columns = nothing + tl.arange(0, BV)
+    columns = tl.arange(0, BV)
     for piece in range(form.BK // PIECE):
         depth = piece * PIECE + tl.arange(0, PIECE)
         inside = (depth < form.K)[:, None] & (columns < form.V)[None, :]
@@ -457,16 +451,11 @@ def _past(before, after, decays, place, nothing, form: tl.constexpr):
 def write_query_gradients(q, k, v, do, decays, step, before, grads, room, scale, form: tl.constexpr):
     """A block's dq. before: the states before each chunk."""
     part = tl.program_id(0) % form.BLOCKS
-    pair = tl.program_id(1) * form.SHARE
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
     first += part * form.R
     if first >= tokens:
         return
-    for turn in range(form.SHARE):
-        where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
-        _queries(q, k, v, do, decays, step, before, grads, where, room, scale, form)
-        if form.SHARE > 1:
-            tl.debug_barrier()  # other threads read what these have written to dq
+    _queries(q, k, v, do, decays, step, before, grads, (n, h, start, tokens, first, place), room, scale, form)
 
 
 @triton.jit
@@ -474,20 +463,16 @@ def write_key_gradients(q, k, v, do, decays, step, skip, before, after, grads, r
     """A block's dk and dv, and what its gates get of pairs and states. after: the gradients of the states after each
     chunk."""
     part = tl.program_id(0) % form.BLOCKS
-    pair = tl.program_id(1) * form.SHARE
-    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, pair)
+    n, h, start, tokens, first, place = _place(room, tl.program_id(0) // form.BLOCKS, tl.program_id(1))
     first += part * form.R
     if first >= tokens:
         return
-    for turn in range(form.SHARE):
-        where = (n, h + turn, start, tokens, first, place + turn * room.chunks, turn * grads.nothing)
-        products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
-        _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
-        _values(q, k, v, do, decays, step, skip, after, scores, grads, where, room, scale, form)
-        if form.GATE and part == 0:
-            tl.store(grads.past + where[5], _past(before, after, decays, where[5], where[6], form))
-        if form.SHARE > 1:
-            tl.debug_barrier()
+    where = (n, h, start, tokens, first, place)
+    products, scores = _pairs(q, k, v, do, decays, step, grads, where, room, scale, form)
+    _keys(q, k, v, do, decays, step, after, products, grads, where, room, scale, form)
+    _values(q, k, v, do, decays, step, skip, after, scores, grads, where, room, scale, form)
+    if form.GATE and part == 0:
+        tl.store(grads.past + place, _past(before, after, decays, place, form))
 
 
 @triton.jit
@@ -509,4 +494,4 @@ def join_gates(grads, room, scale, form: tl.constexpr):
         late = part == 0 and first + R < tokens
         found += scale * tl.sum(tl.load(at + R + FAR_QUERY * grads.stride, mask=(inner < R) & late, other=0.0), 0)
         found += tl.sum(tl.load(at - R + FAR_KEY * grads.stride, mask=(inner < R) & (part > 0), other=0.0), 0)
-    _per_token(grads.g, found, (n, h, start, tokens, first, place, 0), room, form)
+    _per_token(grads.g, found, (n, h, start, tokens, first, place), room, form)
