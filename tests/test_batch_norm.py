@@ -9,6 +9,7 @@ from ridgeline import device as devices
 from ridgeline import nn
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.op import RidgelineError
+from ridgeline.ops.rowwise import _batch
 
 pytestmark = pytest.mark.kernels
 IMPL = "triton" if INTERPRETED or torch.cuda.is_available() else None
@@ -156,6 +157,35 @@ def test_odd_sizes_in_training(shape: tuple[int, ...], channels_last: bool, devi
         y = ridgeline.batch_norm(leaf, training=True, impl=impl)
         found.append((y, *torch.autograd.grad(y, leaf, torch.ones_like(y).cumsum(0))))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", [IMPL, "naive", "torch"])
+def test_an_empty_batch_leaves_the_statistics(impl: str | None, device: str) -> None:
+    mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    x = torch.empty(0, 4, 3, device=device, requires_grad=True)
+    weight = torch.ones(4, device=device, requires_grad=True)
+    y = ridgeline.batch_norm(x, mean, var, weight, training=True, impl=impl)
+    assert not torch.autograd.grad(y, weight, torch.empty_like(y))[0].any()
+    assert not mean.any()
+    assert (var == 1).all()
+
+
+def test_a_mean_whose_square_is_no_float32(device: str) -> None:
+    """Three parts, which the merging kernel loads with a fourth that is not there."""
+    x = 1e20 + 1e15 * torch.randn(1, 2, 3 * 1024, device=device)
+    y = ridgeline.batch_norm(x, training=True, impl=IMPL)
+    exact = ridgeline.batch_norm(x.double(), training=True, impl="naive")
+    torch.testing.assert_close(y.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("rows", "wide"), [(2**31 - 2**22, False), (2**31 - 10000, True), (2**31, True)])
+def test_rows_near_the_end_of_32_bits(rows: int, wide: bool) -> None:
+    """A part's end is counted in whole tiles, and may pass the last row by a part's length."""
+    with devices.pretend("h200"):
+        x = torch.empty(rows, 1, 1, device="meta", dtype=torch.bfloat16).expand(rows, 3, 1)
+        assert _batch.plan(x).read.WIDE == wide
+        two = torch.empty(2, 1, 2**31 + 8, device="meta", dtype=torch.bfloat16)
+        assert _batch.plan(two).read.WIDE
 
 
 def test_compiled_training_moves_statistics(device: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ridgeline
+from ridgeline.ops.matmul.matmul import sum_of_rows
 
 pytestmark = pytest.mark.kernels
 
@@ -60,3 +61,12 @@ def test_in_bfloat16() -> None:
         found.append(buffer)
         torch.testing.assert_close(buffer.double(), 1 + dy.double().mT @ x.double(), rtol=1e-4, atol=1e-2)
     assert w.grad is None
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 70])
+def test_a_bias_gradient_is_a_tensor_of_its_own(rows: int, device: str) -> None:
+    """Gradients are added to in place, so none may share memory with dy, as a sum of one row might."""
+    dy = torch.randn(rows, 5, device=device)
+    found = sum_of_rows(dy)
+    torch.testing.assert_close(found, dy.sum(0))
+    assert not rows or found.untyped_storage().data_ptr() != dy.untyped_storage().data_ptr()

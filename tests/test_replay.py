@@ -761,6 +761,17 @@ def test_a_guarded_call_takes_its_plan_at_once(started: Started, monkeypatch: py
     missed.clear()
     public(x, w, 1.0)
     assert not missed
+
+    class Replaced:
+        """What another thread leaves between two reads: first this call's plan, then another call's."""
+
+        def __init__(self, *kept: Any) -> None:
+            self.left = list(kept)
+
+        kept = property(lambda self: self.left.pop(0))
+
+    y = op(x, w, 1.0, Replaced(sure.kept, (sure.kept[0], lambda *_: "another's")))
+    assert torch.is_tensor(y)
     for function in (op.__globals__["found"].__self__.values(),):
         for plan in function:
             monkeypatch.setitem(plan.__globals__, "current", lambda: 1)

@@ -201,6 +201,7 @@ def test_a_gain_is_between_two_times_of_one_run():
         (b"\xff\xfe\n", "line 1"),
         (b'{"schema": 2, "type": "note", "run": "a"}\n{"sche\n{"schema": 2, "type": "note", "run": "a"}\n', "line 2"),
         (b'{"schema": 4, "type": "run", "run": "a"}\n', "newer Ridgeline"),
+        (b'{"schema": 4, "type": "bench", "run": "a", "rows": {"of": [1]}}\n', "newer Ridgeline"),
         (b'{"schema": 1, "type": "run", "run": "a"}\n', "older Ridgeline"),
         (b'{"schema": 2, "type": "bench", "run": "a", "rows": 3}\n', "line 1"),
         (b'{"schema": 2, "type": "bench", "run": "a", "rows": [3]}\n', "line 1"),

@@ -269,11 +269,12 @@ def front(
         last = failed.format(tensors=", ".join(tensors))
         lines[1:] = ["try:", *["    " + line for line in lines[1:]], "except RuntimeError:", "    " + last, "    raise"]
     if before.straight:
-        same = f"sure is not None and sure.near == ({', '.join(facts)},)"
         lines[:0] = [
-            f"if {same} and {before.straight}:",
-            f"    m = sure.plan({given})",
-            "    if m is not missed: return m",
+            "if sure is not None:",
+            "    kept = sure.kept",  # read once: another thread may replace it
+            f"    if kept[0] == ({', '.join(facts)},) and {before.straight}:",
+            f"        m = kept[1]({given})",
+            "        if m is not missed: return m",
         ]
     return function("call", [*args, "sure=None"], lines, names | {"none": (), "missed": MISSED, "always": always})
 

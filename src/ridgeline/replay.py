@@ -187,9 +187,9 @@ class Guarded:
     """What is known of calls, behind guards: torch compares all the facts of a call's tensors with those of an earlier
     call's in one step, much faster than a key of them is made, hashed and compared.
 
-    found: by the first tensor's shape and the other arguments, an entry for each guard. The facts are the tensors'
-    types, shapes, strides, dtypes, devices, dispatch keys (layouts, negations, transforms) and whether they require
-    gradients. A call in which two arguments are one tensor passes no guard."""
+    found: by the first tensor's shape and dtype and the other arguments, an entry for each guard. The facts are the
+    tensors' types, shapes, strides, dtypes, devices, dispatch keys (layouts, negations, transforms) and whether they
+    require gradients. A call in which two arguments are one tensor passes no guard."""
 
     MOST, ADDED = 4, 64  # entries of a key, and how many a key ever gets: calls of so many kinds are better off without
 
@@ -225,17 +225,17 @@ class Sure:
     """What the front of a registered op did last for the calls that pass one guard of a public function.
 
     Such calls hand the op tensors of one kind, so that their plan needs no second guard; it checks addresses alone.
-    near: the version of the configurations and the op's other arguments, which must be the same. plan: without guard.
+    kept: the version of the configurations with the op's other arguments, which must be the same, and the plan without
+    a guard. They are one object, which another thread replaces as a whole.
     """
 
-    __slots__ = ("near", "plan")
+    __slots__ = ("kept",)
 
     def __init__(self) -> None:
-        self.near: Any = None
-        self.plan: Any = None
+        self.kept: tuple[Any, Any] = (None, None)
 
     def keep(self, near: Any, plan: Any) -> None:
-        self.near, self.plan = near, plan.sure()
+        self.kept = near, plan.sure()
 
 
 class Plans:

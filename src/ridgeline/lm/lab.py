@@ -147,14 +147,11 @@ def recordable(path: Path | None) -> None:
 
 
 def record(path: Path, rows: Sequence[dict[str, Any]], verb: str) -> None:
-    """Appends rows to a file of JSON lines in one write. Raises RidgelineError if the file cannot be written."""
+    """Appends rows to a file of JSON lines in one write, after cutting off a line that a killed run left torn. What is
+    not finite becomes null. Raises RidgelineError if the file cannot be written."""
     stamp = {"type": f"lm {verb}", "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine()}
-    try:
-        with path.open("a") as file:
-            lines = (json.dumps(stamp | store.rounded(row), separators=(",", ":")) for row in rows)
-            file.write("".join(line + "\n" for line in lines))
-    except OSError as error:
-        raise RidgelineError(f"lm: --record {path} cannot be written: {error.strerror}") from error
+    finite = [json.loads(json.dumps(store.rounded(row)), parse_constant=lambda _: None) for row in rows]
+    store.append(path, [stamp | row for row in finite])
 
 
 def command(verb: str, options: argparse.Namespace, drop: Sequence[str] = (), **changes: Any) -> list[str]:

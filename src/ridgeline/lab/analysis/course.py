@@ -22,15 +22,19 @@ MIB, GIB = 2**20, 2**30
 
 
 def recorded(root: Path) -> list[Row]:
-    """The rows of the first GPU that has any, the oldest first. Raises RidgelineError if its file is torn."""
-    paths = sorted((root / FOLDER).glob("*.jsonl"), key=lambda path: (path.stem != "h200", path.stem))
-    if not paths:
-        return []
-    try:
-        rows = [json.loads(line) for line in paths[0].read_text().splitlines()]
-        return [row for row in rows if row["type"].startswith("lm ") and row["machine"]["gpu"]]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RidgelineError(f"{paths[0]} is not a record of `ridgeline lm`: {error}") from error
+    """The rows of the first GPU that has any, the oldest first. Raises RidgelineError if a file is torn."""
+    for path in sorted((root / FOLDER).glob("*.jsonl"), key=lambda path: (path.stem != "h200", path.stem)):
+        rows = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                row = json.loads(line)
+                if row["type"].startswith("lm ") and row["machine"]["gpu"]:
+                    rows.append(row)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise RidgelineError(f"{path} line {number} is not a row that `ridgeline lm` recorded") from error
+        if rows:
+            return rows
+    return []
 
 
 def filled(text: str, root: Path) -> str:
@@ -119,16 +123,21 @@ def lecture(rows: list[Row]) -> str | None:
     return ", ".join(f"`{row['description']}` {units.seconds(row['seconds']['median'])}" for row in shown) or None
 
 
+# A step of xl as the assignment has it: with nothing of the model changed by flags.
+UNCHANGED = ("layers", "width", "hidden", "heads", "key_heads", "head_dim", "vocabulary")
+STEP: Row = dict.fromkeys((*UNCHANGED, "autocast")) | {"size": "xl", "context": 2048, "batch": 4, "mode": "step"}
+STEP |= {"precision": "float32", "compile": False}
+
+
 def memory(rows: list[Row], **facts: Any) -> str | None:
     """The measured peak of a step of xl at context 2048."""
-    facts |= {"size": "xl", "context": 2048, "mode": "step", "precision": "float32", "layers": None, "checkpoint": 0}
-    found = [row for row in of(rows, "memory", **facts) if row.get("measured_bytes")]
+    found = [row for row in of(rows, "memory", **STEP | {"checkpoint": 0} | facts) if row.get("measured_bytes")]
     return f"; measured peak of a step {gib(found[-1]['measured_bytes'])}" if found else None
 
 
 def checkpoint(rows: list[Row]) -> str | None:
     """The measured peak and time of each way that the predictions name."""
-    found = {row["way"]: row for row in of(rows, "checkpoint", size="xl", context=2048, precision="float32")}
+    found = {row["way"]: row for row in of(rows, "checkpoint", **STEP)}
     names = {"keep everything": "all kept", "1 a checkpoint": "a checkpoint a layer", "cheap results again": "cheap"}
     said = [
         f"{name} {gib(found[way]['measured_bytes'])} and {units.seconds(found[way]['seconds'])}"

@@ -213,6 +213,7 @@ def load(path: Path | str) -> list[Row]:
     rows: list[Row] = []
     machines: dict[str, Any] = {}
     for number, line in enumerate(lines, 1):
+        schema = SCHEMA
         try:
             row = json.loads(line)
             schema = int(row["schema"])
@@ -220,9 +221,10 @@ def load(path: Path | str) -> list[Row]:
             parts = row.pop("rows", [{}])
             found = [row | part for part in (columns.unpack(parts) if isinstance(parts, dict) else parts)]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise refusal(
-                f"{path} is not a results file of Ridgeline, or is corrupt: line {number} is not a row"
-            ) from error
+            if schema in READ:
+                raise refusal(
+                    f"{path} is not a results file of Ridgeline, or is corrupt: line {number} is not a row"
+                ) from error
         if schema not in READ:
             age, reads = "a newer" if schema > SCHEMA else "an older", " and ".join(map(str, READ))
             raise refusal(f"{path} was written by {age} Ridgeline (schema {schema}); this one reads schemas {reads}")

@@ -245,6 +245,8 @@ def sum_of_rows(dy: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a matrix's rows, a bias's gradient. torch's own sum needs twice the matrix's memory."""
     if torch.compiler.is_compiling():  # Dynamo lets no backward ask for a layout, as public functions do
         return dy.sum(0)
+    if dy.shape[0] == 1:
+        return dy[0].clone()  # sum_to's would be a view, and gradients are added to in place
     found: torch.Tensor = get("sum_to").function(dy, dy.shape[1:])
     return found.to(dy.dtype)  # autocast sums to float32
 

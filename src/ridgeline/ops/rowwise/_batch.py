@@ -137,11 +137,12 @@ def _sum(t, TILE: tl.constexpr):
 def _part(shape, TILE: tl.constexpr):
     """A program's chunk of channels and part, how many parts there are, its first tile and row, and its last row."""
     first, part = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
-    parts = tl.num_programs(0) // shape.chunks
-    blocks = tl.cdiv(shape.rows, TILE.ROWS)
-    begin = part * tl.cdiv(blocks, parts)
-    end = tl.minimum((begin + tl.cdiv(blocks, parts)) * TILE.ROWS, shape.rows)
-    return first, part, parts, begin, end
+    parts, rows = tl.num_programs(0) // shape.chunks, shape.rows
+    if TILE.WIDE:
+        rows = tl.cast(rows, tl.int64)
+    each = tl.cdiv(tl.cdiv(rows, TILE.ROWS), parts)
+    begin = part * each
+    return first, part, parts, begin, tl.minimum((begin + each) * TILE.ROWS, rows)
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def _settle(mean, rstd, running, parts, shape, eps, momentum, COUNT, P: tl.const
     squares = tl.load(parts + 2 * plane + at, mask=known, other=0.0)
     number = shape.images * (shape.size * 1.0)
     middle = tl.sum(some * count, 0) / number
-    off = some - middle[None, :]
+    off = tl.where(count > 0, some - middle[None, :], 0.0)  # a part of nothing has no mean
     total = tl.sum(squares + off * off * count, 0)
     inside = c < shape.channels
     tl.store(mean + c, middle, mask=inside)
@@ -356,7 +357,8 @@ def plan(x: torch.Tensor, *others: Any) -> Plan:
     chunks, rows = triton.cdiv(C, width) if last else C, B * S // (1 if last else width)
     gpu = device.of(x)
     sizes = (READ, WRITTEN) if gpu.backend != "cpu" else (256, 512)  # the interpreter adds rows up one by one
-    read, written = [Tile(max(1, n // width), width, last, aligned, rows + 4 * n >= 2**31) for n in sizes]
+    wide = max(rows + (PARTS + 4) * max(sizes), S) >= 2**31
+    read, written = [Tile(max(1, n // width), width, last, aligned, wide) for n in sizes]
     most = WAVES * gpu.multiprocessors // max(1, chunks)
     parts = max(1, min(triton.cdiv(rows, 4 * read.ROWS), most, PARTS))
     return Plan(Shape(B, C, S, rows, chunks), read, written, parts, 256 // gpu.warp)

@@ -34,6 +34,8 @@ def _train(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     *given, momentum, eps, relu, impl = rest
     y = empty_in_format(x)
     mean, rstd = [torch.empty(x.shape[1:2], dtype=torch.float32, device=x.device) for _ in range(2)]
+    if not x.numel():  # the running statistics stay, as torch's
+        return y, mean.zero_(), rstd.zero_()
     run(BATCH_NORM, "fwd", impl, (y, mean, rstd), x, *given, True, momentum, eps, relu)
     return y, mean, rstd
 
@@ -110,9 +112,9 @@ def reference(
         var, mean = torch.var_mean(wide, axes, correction=0)
         with torch.no_grad():
             count = x.numel() // max(1, x.shape[1])
-            if running_mean is not None:
+            if running_mean is not None and count:
                 running_mean += momentum * (mean.to(running_mean.dtype) - running_mean)
-            if running_var is not None:
+            if running_var is not None and count:
                 running_var += momentum * ((var * count / max(1, count - 1)).to(running_var.dtype) - running_var)
     else:
         mean, var = running_mean.to(wide.dtype), running_var.to(wide.dtype)
