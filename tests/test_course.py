@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ("--size", "tiny", "--context", "16", "--batch", "1", "--device", "cpu", "--json")
 TIMES = {"median": 0.002, "low": 0.001, "high": 0.003, "mean": 0.0025}
 POINT = {"batch": 8, "dtype": "float32", "causal": False, "dim": 128, "in_use_bytes": 2**30}
-XL = {"size": "xl", "context": 2048, "mode": "step", "precision": "float32", "impl": "ridgeline", "checkpoint": 0}
+XL = {"size": "xl", "context": 2048, "batch": 4, "mode": "step", "precision": "float32", "impl": "ridgeline"}
+XL |= {"checkpoint": 0, "compile": False}
 ROWS = [
     ("bench", {"size": "small", "warmups": 0, "seconds": TIMES | {"mean": 0.25}}),
     ("bench", {"size": "small", "warmups": 5, "seconds": TIMES}),
@@ -25,6 +26,8 @@ ROWS = [
     ("scale", {"name": "products", "exponent": 2.871}),
     ("memory", XL | {"measured_bytes": 99 << 30}),
     ("memory", XL | {"heads": 16, "measured_bytes": None}),
+    ("memory", XL | {"width": 128, "measured_bytes": 1 << 30}),  # of another model
+    ("checkpoint", XL | {"layers": 2, "way": "keep everything", "measured_bytes": 1 << 30, "seconds": 1.0}),
     ("checkpoint", XL | {"way": "keep everything", "measured_bytes": 99 << 30, "seconds": 4.0}),
     ("lecture6", {"description": "matmul(dim=8192)", "seconds": TIMES}),
     ("lecture6", {"description": "matmul(dim=16384)", "seconds": TIMES}),
@@ -59,8 +62,11 @@ def test_answers_are_those_of_the_rows(tmp_path):
 
 def test_a_gpu_s_file_comes_before_another_s(tmp_path):
     page(tmp_path, name="a100")
-    (tmp_path / course.FOLDER / "h200.jsonl").write_text("")
-    assert course.recorded(tmp_path) == []
+    path, own = tmp_path / course.FOLDER / "h200.jsonl", {"type": "lm scale", "machine": {"gpu": "NVIDIA H200"}}
+    path.write_text("")
+    assert len(course.recorded(tmp_path)) > 1
+    path.write_text(json.dumps(own) + "\n")
+    assert course.recorded(tmp_path) == [own]
 
 
 def test_the_guide_asks_for_every_answer():
@@ -73,7 +79,7 @@ def test_the_guide_asks_for_every_answer():
 def test_what_is_no_record_is_one_sentence(tmp_path, line):
     page(tmp_path)
     (tmp_path / course.FOLDER / "h200.jsonl").write_text(f"{line}\n")
-    with pytest.raises(RidgelineError, match="is not a record of `ridgeline lm`"):
+    with pytest.raises(RidgelineError, match="line 1 is not a row that `ridgeline lm` recorded"):
         course.filled("<!-- course scale --><!-- /course -->", tmp_path)
     with pytest.raises(RidgelineError, match="a page wants the answer 'gone'"):
         course.filled("<!-- course gone --><!-- /course -->", Path("/nowhere"))
