@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ridgeline.ops.recurrent._levels import (
-    add_crossing,
+    add_chosen,
     add_whole,
     decay_since,
     decay_until,
@@ -223,7 +223,7 @@ def _gradients_by_level(of_q, of_k, both, masks, g, depth, inside, form: tl.cons
         mixed = _rows_of_both(of_q, of_k, right, depth, inside, form)
         weights = both * mask_at(masks.joined, level, C)
         found = decay * tl.dot(weights, (mixed * decay).to(mixed.dtype))
-        dg = add_crossing(dg, masks, level, mixed * found, C)
+        dg = add_chosen(dg, masks.crossings, level, mixed * found, C)
         dq += tl.where(right, 1.0, 0.0) * found
         dk += tl.where(right, 0.0, 1.0) * found
     return dq, dk, dg
@@ -244,8 +244,8 @@ def _gradients_at_once(of_q, of_k, both, masks, g, depth, inside, form: tl.const
     tk = tl.load(of_k + depth[None, :], mask=inside, other=0.0)
     dq = since * tl.dot(both * mask_at(masks.joined, form.LEVELS, C), (tk * grown).to(tk.dtype))
     dk = grown * tl.dot(both * mask_at(masks.joined, form.LEVELS + 1, C), (tq * since).to(tq.dtype))
-    dg = add_whole(tl.zeros_like(dq), masks, form.LEVELS + 2, tq * dq, C)
-    dg = add_whole(dg, masks, form.LEVELS + 3, tk * dk, C)
+    dg = add_whole(tl.zeros_like(dq), masks.crossings, form.LEVELS + 2, tq * dq, C)
+    dg = add_whole(dg, masks.crossings, form.LEVELS + 3, tk * dk, C)
     return dq, dk, dg
 
 
@@ -287,11 +287,11 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
         mine = diagonal * _bonus(bonus, gate, h, depth, form)[None, :]
         since = masked_decay(masks, form.LEVELS, high, low, wide, C)
         given = tl.load(grads.q + at, mask=inside, other=0.0) * since
-        dg = add_crossing(dg, masks, form.LEVELS, tq * given, C)
+        dg = add_chosen(dg, masks.crossings, form.LEVELS, tq * given, C)
         tl.store(grads.q + at, dq + given + mine * tk, mask=inside)
         until = masked_decay(masks, form.LEVELS + 1, high, low, wide, C)
         given = tl.load(grads.k + at, mask=inside, other=0.0) * until
-        dg = add_crossing(dg, masks, form.LEVELS + 1, tk * given, C)
+        dg = add_chosen(dg, masks.crossings, form.LEVELS + 1, tk * given, C)
         tl.store(grads.k + at, dk + given + mine * tq, mask=inside)
         dg += tl.load(grads.ends + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)[None, :]
         tl.store(grads.g + at, dg, mask=inside)

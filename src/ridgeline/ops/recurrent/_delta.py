@@ -166,7 +166,7 @@ def _of_chain(packing):
 
 
 @triton.jit
-def _heads(q, k, a, b, gate, beta, packing, n, h, start, form: tl.constexpr):
+def heads_of(q, k, a, b, gate, beta, packing, n, h, start, form: tl.constexpr):
     """Where a sequence's head begins in the inputs; k's place stands for those that are not there."""
     from_q, from_k = find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start)
     from_a, from_b, from_beta = from_k, from_k, from_k
@@ -190,7 +190,7 @@ def _read_heads(reads, packing, n, h, start, form: tl.constexpr):
 
 
 @triton.jit
-def _tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def tile_of(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of some columns; blocks that divide the columns need no mask of them."""
     here = (rows < tokens)[:, None]
     if WIDTH % BLOCK != 0:
@@ -200,14 +200,14 @@ def _tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def _turned_tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """As `_tile`, transposed."""
-    return tl.trans(_tile(x, place, rows, columns, tokens, WIDTH, BLOCK))
+    """As `tile_of`, transposed."""
+    return tl.trans(tile_of(x, place, rows, columns, tokens, WIDTH, BLOCK))
 
 
 @triton.jit
-def _rows(x, place, rows, depth, end, form: tl.constexpr):
+def rows_of(x, place, rows, depth, end, form: tl.constexpr):
     """Rows of K columns."""
-    return _tile(x, place, rows, depth, end, form.K, form.BK)
+    return tile_of(x, place, rows, depth, end, form.K, form.BK)
 
 
 @triton.jit
@@ -314,7 +314,7 @@ def _edges(late, early, soon, g, level, form: tl.constexpr):
 
 
 @triton.jit
-def _solve(A, factor, KIND: tl.constexpr, form: tl.constexpr):
+def solve_chunk(A, factor, KIND: tl.constexpr, form: tl.constexpr):
     """L of a chunk, from A below its diagonal and beta: with `part` of A between two halves, that of both halves
     together is L + (I - L beta) part (I - beta L). Up to 16 rows in float32, then what these products change of `part`
     is rounded to the data's dtype, as L is."""
@@ -364,7 +364,7 @@ def _by_levels(sums, tq, tk, ta, tb, g, form: tl.constexpr):
 
 
 @triton.jit
-def _square(form: tl.constexpr):
+def square_of(form: tl.constexpr):
     return tl.arange(0, form.C)[:, None] * form.C + tl.arange(0, form.C)[None, :]
 
 
@@ -376,7 +376,7 @@ def _load_square(x, place, step, chunk, rows, tokens, form: tl.constexpr):
         at = place + (inner * step)[:, None] + inner[None, :]
         found = tl.load(x + tl.cast(chunk, tl.int64) * (form.C * step) + at, mask=(rows < tokens)[:, None], other=0.0)
     else:
-        found = tl.load(x + place + tl.cast(chunk, tl.int64) * (form.C * form.C) + _square(form))
+        found = tl.load(x + place + tl.cast(chunk, tl.int64) * (form.C * form.C) + square_of(form))
     return found
 
 
@@ -394,7 +394,7 @@ def _squares(matrices, packing, n, h, start, kept, form: tl.constexpr):
 
 
 @triton.jit
-def _beta(beta, place, rows, tokens, form: tl.constexpr):
+def beta_of(beta, place, rows, tokens, form: tl.constexpr):
     C: tl.constexpr = form.C
     found = tl.full([C], 1.0, tl.float32)
     if not form.LOW:
@@ -403,7 +403,7 @@ def _beta(beta, place, rows, tokens, form: tl.constexpr):
 
 
 @triton.jit
-def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
+def keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
     if form.NORMALIZE:
         place = lengths + spot * (2 * form.C) + tl.arange(0, form.C)
         tl.store(place, of_q)
@@ -411,7 +411,7 @@ def _keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 
 
 @triton.jit
-def _keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.constexpr):
+def keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.constexpr):
     place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
     tl.store(place, of_q)
     tl.store(place + form.C, of_a)
@@ -430,24 +430,24 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
         return
     depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
     rows = first + row
-    tq = _tile(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
-    tk = _tile(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
     g, late, _early, after, whole = _decays(
         gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, form
     )  # fmt: skip
-    _keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
-    factor = _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
-    _keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
+    keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
+    factor = beta_of(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+    keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
     weights = _apart(g, form) * shrink_k[None, :]
     place, step = _squares(matrices, packing, n, h, start, spot, form)
     at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
     P = weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)
     tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
     A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
-    L = _solve(A, factor, matrices.solve.dtype.element_ty, form)
+    L = solve_chunk(A, factor, matrices.solve.dtype.element_ty, form)
     tl.store(matrices.solve + at, L, mask=(rows < tokens)[:, None])
 
 
@@ -461,24 +461,24 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    from_q, from_k, from_a, from_b, from_g, from_beta = _heads(q, k, a, b, gate, beta, packing, n, h, start, form)
+    from_q, from_k, from_a, from_b, from_g, from_beta = heads_of(q, k, a, b, gate, beta, packing, n, h, start, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k = ab, ab, ab, of_q
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
-        tq = _tile(q, from_q, rows, depth, tokens, form.K, form.BK)
-        tk = _tile(k, from_k, rows, depth, tokens, form.K, form.BK)
+        tq = tile_of(q, from_q, rows, depth, tokens, form.K, form.BK)
+        tk = tile_of(k, from_k, rows, depth, tokens, form.K, form.BK)
         ta, tb = tk, tk
         if form.LOW:
-            ta = _tile(a, from_a, rows, depth, tokens, form.K, form.BK)
-            tb = _tile(b, from_b, rows, depth, tokens, form.K, form.BK)
+            ta = tile_of(a, from_a, rows, depth, tokens, form.K, form.BK)
+            tb = tile_of(b, from_b, rows, depth, tokens, form.K, form.BK)
         gates, late, early, after, whole = _decays(gate, from_g, first, depth, tokens, form)
-        _store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
-        _store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
-        _store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
+        store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
+        store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * early, form.K)
+        store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
         if form.LOW:
-            _store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
+            store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
         tl.store(matrices.whole + spot * form.K + depth, whole, mask=depth < form.K)
         ab, qb, ak, qk = _by_levels((ab, qb, ak, qk), tq, tk, ta, tb, gates, form)
         if form.NORMALIZE:
@@ -490,21 +490,21 @@ def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.
         of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
         ab *= of_k[:, None] * of_k[None, :]
         qb *= of_q[:, None] * of_k[None, :]
-        _keep_lengths(matrices.lengths, spot, of_q, of_k, form)
-    at = spot * (C * C) + _square(form)
+        keep_lengths(matrices.lengths, spot, of_q, of_k, form)
+    at = spot * (C * C) + square_of(form)
     tl.store(matrices.pair + at, qb)
     factor = tl.full([C], -1.0, tl.float32)
     if form.LOW:
         tl.store(matrices.read + at, ak)
         tl.store(matrices.plain + at, qk)
     else:
-        factor = _beta(beta, from_beta, rows, tokens, form)
-        _keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
-    tl.store(matrices.solve + at, _solve(ab, factor, matrices.solve.dtype.element_ty, form))
+        factor = beta_of(beta, from_beta, rows, tokens, form)
+        keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
+    tl.store(matrices.solve + at, solve_chunk(ab, factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
-def _own_rows(tensor, packing, n, h, start, width):
+def own_rows(tensor, packing, n, h, start, width):
     """Where a sequence's head begins in a tensor (B, T, heads, width) of ours."""
     base = start
     if packing.ends is None:
@@ -513,14 +513,14 @@ def _own_rows(tensor, packing, n, h, start, width):
 
 
 @triton.jit
-def _store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, width):
-    at = _own_rows(tensor, packing, n, h, start, width) + (rows.to(tl.int64) * packing.heads)[:, None] * width
+def store_rows(tensor, packing, n, h, start, rows, columns, tokens, found, width):
+    at = own_rows(tensor, packing, n, h, start, width) + (rows.to(tl.int64) * packing.heads)[:, None] * width
     tl.store(at + columns[None, :], found, mask=(rows < tokens)[:, None] & (columns < width)[None, :])
 
 
 @triton.jit
 def _store_turned(tensor, packing, n, h, start, rows, columns, tokens, found, WIDTH: tl.constexpr):
-    at = _own_rows(tensor, packing, n, h, start, WIDTH) + (rows.to(tl.int64) * packing.heads)[None, :] * WIDTH
+    at = own_rows(tensor, packing, n, h, start, WIDTH) + (rows.to(tl.int64) * packing.heads)[None, :] * WIDTH
     tl.store(at + columns[:, None], found, mask=(rows < tokens)[None, :] & (columns < WIDTH)[:, None])
 
 
@@ -625,10 +625,10 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
         low = state.to(tv.dtype)
         if not form.OUT and not form.ENDS:
             _keep_state(states.before + spot * size, low, depth, columns, form)
-        ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
+        ta = tile_of(reads.a, from_a, rows, depth, tokens, form.K, BK)
         tb = ta
         if form.GATE == 2:
-            tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
+            tb = tile_of(reads.b, from_b, rows, depth, tokens, form.K, BK)
         x = of_a * _dot(low, tl.trans(ta), tv, form)
         solve = tl.trans(_load_square(matrices.solve, place, step, chunk, rows, tokens, form))
         if form.LOW:
@@ -641,7 +641,7 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
             solved = x - _dot(factor * x, solve, tv, form)
             u = factor * solved
         if form.OUT:
-            tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
+            tq = tile_of(reads.q, from_q, rows, depth, tokens, form.K, BK)
             out = of_q * _dot(low, tl.trans(tq), tv, form)
             pairs = _load_square(matrices.pair, place, step, chunk, rows, tokens, form)
             out += _dot(u, tl.trans(pairs), tv, form)
@@ -654,7 +654,7 @@ def chain_states(reads, v, o, matrices, states, packing, scale, form: tl.constex
             _store_turned(states.solved, packing, n, h, start, rows, columns, tokens, solved, form.V)
         state = state * whole + _dot(of_b * u, tb, tv, form)
         if form.LOW:
-            tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+            tk = tile_of(reads.k, from_k, rows, depth, tokens, form.K, BK)
             state += _dot(tv, tk, tv, form)
     _keep_last(states, pair, room, there, turn, state, depth, columns, tokens, form)
 
@@ -730,10 +730,10 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
         low = state.to(tdo.dtype)
         if not form.ENDS:
             _keep_state(states.later + spot * size, low, depth, columns, form)
-        ta = _tile(reads.a, from_a, rows, depth, tokens, form.K, BK)
+        ta = tile_of(reads.a, from_a, rows, depth, tokens, form.K, BK)
         tb = ta
         if form.GATE == 2:
-            tb = _tile(reads.b, from_b, rows, depth, tokens, form.K, BK)
+            tb = tile_of(reads.b, from_b, rows, depth, tokens, form.K, BK)
         pairs = _load_square(matrices.pair, place, step, chunk, rows, tokens, form)
         du = of_b * _dot(low, tl.trans(tb), tdo, form) + scale * _dot(tdo, pairs, tdo, form)
         solve = _load_square(matrices.solve, place, step, chunk, rows, tokens, form)
@@ -741,7 +741,7 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
             dx = du + _dot(du, solve, tdo, form)
             if not form.ENDS:
                 _store_turned(states.turned, packing, n, h, start, rows, columns, tokens, dx, form.V)
-                tk = _tile(reads.k, from_k, rows, depth, tokens, form.K, BK)
+                tk = tile_of(reads.k, from_k, rows, depth, tokens, form.K, BK)
                 read = _load_square(matrices.read, place, step, chunk, rows, tokens, form)
                 dv = _dot(dx, read, tdo, form) + _dot(low, tl.trans(tk), tdo, form)
                 plain = _load_square(matrices.plain, place, step, chunk, rows, tokens, form)
@@ -751,15 +751,15 @@ def chain_gradients(reads, do, matrices, states, grads, packing, scale, form: tl
             dx = du - _dot(factor * du, solve, tdo, form)
             dv = factor * dx
             if not form.ENDS:
-                from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
+                from_solved = own_rows(states.solved, packing, n, h, start, form.V)
                 seen = (rows < tokens)[None, :] & (columns < form.V)[:, None]
                 at = from_solved + (rows.to(tl.int64) * packing.heads)[None, :] * form.V + columns[:, None]
                 solved = tl.load(at, mask=seen, other=0.0)
                 sums = grads.beta + part.to(tl.int64) * packing.all_rows
-                _store_rows(sums, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
+                store_rows(sums, packing, n, h, start, rows, zero, tokens, tl.sum(dx * solved, 0)[:, None], 1)
                 _store_turned(grads.v, packing, n, h, start, rows, columns, tokens, dv, form.V)
             dx = -dv
-        tq = _tile(reads.q, from_q, rows, depth, tokens, form.K, BK)
+        tq = tile_of(reads.q, from_q, rows, depth, tokens, form.K, BK)
         state = state * whole + _dot(scale * of_q * tdo, tq, tdo, form)
         state += _dot(of_a * dx, ta, tdo, form)
     _keep_last(states, pair, room, there, turn, state, depth, columns, tokens, form)
@@ -842,7 +842,7 @@ def _inner_by_channel(sums, tq, tk, ta, tb, g, pairs, form: tl.constexpr):
 
 
 @triton.jit
-def _diagonal(x, form: tl.constexpr):
+def diagonal_of(x, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     return tl.sum(tl.where(i == j, x, 0.0), 1)[:, None]
 
@@ -889,10 +889,10 @@ def gradients_by_token(q, k, gate, do, matrices, states, grads, packing, scale, 
         place = matrices.lengths + spot * (2 * C) + tl.arange(0, C)
         shrink_q, shrink_k = tl.load(place), tl.load(place + C)
     from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
-    from_dv = _own_rows(grads.v, packing, n, h, start, form.V)
-    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-    tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
-    tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
+    from_dv = own_rows(grads.v, packing, n, h, start, form.V)
+    from_solved = own_rows(states.solved, packing, n, h, start, form.V)
+    tq = rows_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
+    tk = rows_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
     g = _gates(gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, 0, form)
     weights = _apart(g, form) * factor * shrink_k[None, :]
     pairs_q = weights * (scale * shrink_q)[:, None]
@@ -917,10 +917,10 @@ def gradients_by_token(q, k, gate, do, matrices, states, grads, packing, scale, 
     dg += whole * tl.sum(_held(states, at, depth, form, BK), 0)
     dg += tl.cumsum(since, 0, reverse=True) + tl.sum(tl.where(i > j, until[None, :], 0.0), 1)
     tl.debug_barrier()  # all have read `solved`, which may lie in dq
-    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+    store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
     dk = _through_lengths(dk, tk, shrink_k, form)
-    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
-    _store_rows(grads.g, packing, n, h, start, rows, tl.arange(0, 1), tokens, dg[:, None], 1)
+    store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+    store_rows(grads.g, packing, n, h, start, rows, tl.arange(0, 1), tokens, dg[:, None], 1)
 
 
 @triton.jit
@@ -934,16 +934,16 @@ def _slice_gradients(
     BS: tl.constexpr = form.BS
     first = chunk * form.C
     rows = first + tl.arange(0, form.C)
-    tq = _rows(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
-    tk = _rows(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
+    tq = rows_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form)
+    tk = rows_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form)
     if form.NORMALIZE:
         tq, tk = (tq * shrink_q[:, None]).to(tq.dtype), (tk * shrink_k[:, None]).to(tk.dtype)
     ta, tb = tk, tk
     sign = -1.0
     if form.LOW:
         sign = 1.0
-        ta = _rows(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
-        tb = _rows(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
+        ta = rows_of(a, find_head(a, n, h, packing.ends, start), rows, depth, tokens, form)
+        tb = rows_of(b, find_head(b, n, h, packing.ends, start), rows, depth, tokens, form)
     place = find_head(gate, n, h, packing.ends, start)
     g, late, early, after, whole = _decays(gate, place, first, depth, tokens, form)
     dq = scale * late * _sum_by_states(from_do, do_step, states.before, at, rows, depth, tokens, form, BS)
@@ -961,33 +961,33 @@ def _slice_gradients(
     else:
         dg += sums_of(j >= i, tq * dq + ta * da, tb, form) + sums_of(j < i, tb * db, tb, form)
     dq, da, db, dk, dg = _inner_by_channel((dq, da, db, dk, dg), tq, tk, ta, tb, g, pairs, form)
-    _store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
-    own = _diagonal(pairs[0], form)
+    store_rows(grads.g, packing, n, h, start, rows, depth, tokens, dg, form.K)
+    own = diagonal_of(pairs[0], form)
     dq += own * tb
     db += own * tq
     if form.LOW:
-        own = _diagonal(pairs[4], form)
+        own = diagonal_of(pairs[4], form)
         dq += own * tk
         dk += own * tq
-        _store_rows(grads.a, packing, n, h, start, rows, depth, tokens, da, form.K)
-        _store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db, form.K)
+        store_rows(grads.a, packing, n, h, start, rows, depth, tokens, da, form.K)
+        store_rows(grads.b, packing, n, h, start, rows, depth, tokens, db, form.K)
     else:
         dk = da + db
-    _store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
-    _store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
+    store_rows(grads.q, packing, n, h, start, rows, depth, tokens, dq, form.K)
+    store_rows(grads.k, packing, n, h, start, rows, depth, tokens, dk, form.K)
     return tl.sum(tq * dq, 1), tl.sum(tk * dk, 1)
 
 
 @triton.jit
 def _through_length(x, shrink, product, grad, packing, n, h, start, rows, tokens, form: tl.constexpr):
     """Turns the gradient of normalized rows, already written, into that of the rows."""
-    place, found = find_head(x, n, h, packing.ends, start), _own_rows(grad, packing, n, h, start, form.K)
+    place, found = find_head(x, n, h, packing.ends, start), own_rows(grad, packing, n, h, start, form.K)
     for part in range((form.K + form.BS - 1) // form.BS):
         depth = part * form.BS + tl.arange(0, form.BS)
-        unit = _rows(x, place, rows, depth, tokens, form) * shrink[:, None]
+        unit = rows_of(x, place, rows, depth, tokens, form) * shrink[:, None]
         whole = tile_at(found, packing.heads * form.K, rows, depth, tokens, form.K)
         whole = shrink[:, None] * (whole - unit * product[:, None])
-        _store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
+        store_rows(grad, packing, n, h, start, rows, depth, tokens, whole, form.K)
 
 
 @triton.jit
@@ -1003,12 +1003,12 @@ def gradients_by_channel(
     rows = first + tl.arange(0, C)
     factor = tl.full([C], 1.0, tl.float32)
     from_do, step = find_head(do, n, h, packing.ends, start), packing.heads * form.V
-    from_solved = _own_rows(states.solved, packing, n, h, start, form.V)
-    sign, from_dx = 1.0, _own_rows(grads.v, packing, n, h, start, form.V)
+    from_solved = own_rows(states.solved, packing, n, h, start, form.V)
+    sign, from_dx = 1.0, own_rows(grads.v, packing, n, h, start, form.V)
     if form.LOW:
-        from_dx = _own_rows(states.turned, packing, n, h, start, form.V)
+        from_dx = own_rows(states.turned, packing, n, h, start, form.V)
     else:
-        sign, factor = -1.0, _beta(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
+        sign, factor = -1.0, beta_of(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     qb = scale * factor[None, :] * _sum_of_pairs(from_do, do.token, from_solved, step, rows, tokens, form)
     qb_t = scale * factor[:, None] * _sum_of_pairs(from_solved, step, from_do, do.token, rows, tokens, form)
@@ -1043,17 +1043,3 @@ def gradients_by_channel(
         tl.debug_barrier()
         _through_length(q, of_q, product_q, grads.q, packing, n, h, start, rows, tokens, form)
         _through_length(k, of_k, product_k, grads.k, packing, n, h, start, rows, tokens, form)
-
-
-# What `_delta_channels.py` takes of this file.
-beta_of = _beta
-diagonal_of = _diagonal
-heads_of = _heads
-keep_decays = _keep_decays
-keep_lengths = _keep_lengths
-own_rows = _own_rows
-rows_of = _rows
-solve = _solve
-square_of = _square
-store_rows = _store_rows
-tile_of = _tile

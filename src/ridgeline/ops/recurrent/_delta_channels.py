@@ -26,13 +26,22 @@ from ridgeline.ops.recurrent._delta import (
     keep_lengths,
     own_rows,
     rows_of,
-    solve,
+    solve_chunk,
     square_of,
     store_rows,
     tile_of,
 )
-from ridgeline.ops.recurrent._levels import crossings, joined, mask_at, right_rows, split_gates
-from ridgeline.ops.recurrent._scan import find_head, tile_at, to_tf32
+from ridgeline.ops.recurrent._levels import (
+    add_chosen,
+    add_whole,
+    crossings,
+    halvings,
+    joined,
+    mask_at,
+    right_rows,
+    split_gates,
+)
+from ridgeline.ops.recurrent._scan import find_head, tile_at
 
 
 class BlockMasks(NamedTuple):
@@ -75,16 +84,6 @@ def write_block_masks(masks, C: tl.constexpr, LEVELS: tl.constexpr, SHIFT: tl.co
 
 
 @triton.jit
-def _halvings(gates, place, high, low, WIDE: tl.constexpr, C: tl.constexpr):
-    """Of each row the sum of the gates that a mask chooses, times log2(e), where products leave their sums."""
-    chosen = mask_at(gates, place, C)
-    found = tl.dot(chosen, high)
-    if WIDE:
-        found = tl.dot(chosen, low, found)
-    return found * 1.4426950408889634
-
-
-@triton.jit
 def _in_range(sums, form: tl.constexpr):
     return tl.min(tl.min(sums, 1), 0) >= -form.HALVINGS
 
@@ -97,7 +96,7 @@ def _blocks(masks, since, high, low, most, WIDE: tl.constexpr, form: tl.constexp
     inside = _in_range(since, form) & (n == form.LEVELS)
     while (n > 0) & (inside == 0):
         n -= 1
-        since = _halvings(masks.gates, n, high, low, WIDE, form.C)
+        since = halvings(masks.gates, n, high, low, WIDE, form.C)
         inside = _in_range(since, form)
     return n, tl.where(n > 0, since, 0.0)
 
@@ -136,11 +135,11 @@ def _pairs_by_level(sums, tq, tk, ta, tb, masks, high, low, start, WIDE: tl.cons
     ab, qb, ak, qk = sums
     for level in range(start, LEVELS):
         here = (((i ^ j) >> level) == 1) & (i > j)
-        decay = tl.exp2(_halvings(masks.gates, LEVELS + 1 + level, high, low, WIDE, C))
+        decay = tl.exp2(halvings(masks.gates, LEVELS + 1 + level, high, low, WIDE, C))
         rq, rb = (tq * decay).to(tq.dtype), (tb * decay).to(tb.dtype)
         ra, cb = rb, tl.trans(rb)
         if form.LOW:
-            ra = tl.exp2(_halvings(masks.early_gates, LEVELS + 1 + level, high, low, WIDE, C))
+            ra = tl.exp2(halvings(masks.early_gates, LEVELS + 1 + level, high, low, WIDE, C))
             ra = (ta * ra).to(ta.dtype)
         ab += tl.where(here, tl.dot(ra, cb), 0.0)
         qb += tl.where(here, tl.dot(rq, cb), 0.0)
@@ -177,16 +176,16 @@ def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packin
             ta = tile_of(a, from_a, rows, depth, tokens, form.K, form.BK)
             tb = tile_of(b, from_b, rows, depth, tokens, form.K, form.BK)
         high, low = split_gates(tile_of(gate, from_g, rows, depth, tokens, form.K, form.BK))
-        since = _halvings(masks.gates, LEVELS, high, low, WIDE, C)
+        since = halvings(masks.gates, LEVELS, high, low, WIDE, C)
         late, early = tl.exp2(since), since
         if form.LOW:
-            early = _halvings(masks.early_gates, LEVELS, high, low, WIDE, C)
+            early = halvings(masks.early_gates, LEVELS, high, low, WIDE, C)
         store_rows(reads.q.data, packing, n, h, start, rows, depth, tokens, tq * late, form.K)
         of_a = tl.exp2(early) if form.LOW else late
         store_rows(reads.a.data, packing, n, h, start, rows, depth, tokens, ta * of_a, form.K)
         whole = matrices.whole + spot * form.K + depth[None, :] + 0 * i
         tl.store(whole, late, mask=(i == C - 1) & (depth < form.K)[None, :])
-        after = tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
+        after = tl.exp2(halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
         store_rows(reads.b.data, packing, n, h, start, rows, depth, tokens, tb * after, form.K)
         if form.LOW:
             store_rows(reads.k.data, packing, n, h, start, rows, depth, tokens, tk * after, form.K)
@@ -194,7 +193,7 @@ def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packin
         if form.HALVINGS > 0:
             least, since = _blocks(masks, since, high, low, tl.full([], LEVELS, tl.int32), WIDE, form)
             if form.LOW:
-                early = tl.where(least > 0, _halvings(masks.early_gates, least, high, low, WIDE, C), 0.0)
+                early = tl.where(least > 0, halvings(masks.early_gates, least, high, low, WIDE, C), 0.0)
             sums = _pairs_at_once(sums, tq, tk, ta, tb, since, early, least, form)
         ab, qb, ak, qk = _pairs_by_level(sums, tq, tk, ta, tb, masks, high, low, least, WIDE, form)
         wide = tq.to(tl.float32)
@@ -221,30 +220,7 @@ def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packin
     else:
         factor = beta_of(beta, from_beta, rows, tokens, form)
         keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
-    tl.store(matrices.solve + at, solve(tl.where(i > j, ab, 0.0), factor, matrices.solve.dtype.element_ty, form))
-
-
-@triton.jit
-def _add(found, signs, place, x, C: tl.constexpr):
-    """Adds the sums of the rows of x that a mask chooses, in bfloat16's range."""
-    chosen = mask_at(signs, place, C)
-    if chosen.dtype == tl.bfloat16:
-        found = tl.dot(chosen, x.to(tl.bfloat16), found)
-    else:
-        found = tl.dot(chosen, to_tf32(x), found, input_precision="tf32")
-    return found
-
-
-@triton.jit
-def _add_whole(found, signs, place, x, C: tl.constexpr):
-    """The same in float32's precision, or for float16 data in tf32's: what cancels is summed so."""
-    chosen = mask_at(signs, place, C)
-    if chosen.dtype == tl.bfloat16:
-        high = x.to(tl.bfloat16)
-        found = tl.dot(chosen, (x - high.to(tl.float32)).to(tl.bfloat16), tl.dot(chosen, high, found))
-    else:
-        found = tl.dot(chosen, to_tf32(x), found, input_precision="tf32")
-    return found
+    tl.store(matrices.solve + at, solve_chunk(tl.where(i > j, ab, 0.0), factor, matrices.solve.dtype.element_ty, form))
 
 
 @triton.jit
@@ -319,7 +295,7 @@ def _delta_at_once(sums, tq, tk, weights, masks, since, n, form: tl.constexpr):
     below, above = mask_at(masks.pairs, LEVELS + n, C), mask_at(masks.pairs, 2 * LEVELS + 1 + n, C)
     of_q, of_a = tl.dot(qb * below, ck), tl.dot(ab * below, ck)
     of_b = tl.dot(ab * above, rk, tl.dot(qb * above, rq))
-    dg = _add_whole(dg, masks.signs, LEVELS + n, rq * of_q + rk * of_a - ck * of_b, C)
+    dg = add_whole(dg, masks.signs, LEVELS + n, rq * of_q + rk * of_a - ck * of_b, C)
     return dq + late * of_q, dk + late * of_a + grown * of_b, dg
 
 
@@ -332,11 +308,11 @@ def _delta_by_level(sums, tq, tk, weights, masks, high, low, start, WIDE: tl.con
     LEVELS: tl.constexpr = form.LEVELS
     for level in range(start, LEVELS):
         right, pairs = right_rows(level, C), mask_at(masks.pairs, level, C)
-        decay = tl.exp2(_halvings(masks.gates, LEVELS + 1 + level, high, low, WIDE, C))
+        decay = tl.exp2(halvings(masks.gates, LEVELS + 1 + level, high, low, WIDE, C))
         mixed = tl.where(right, tq, tk)
         first = decay * tl.dot(qb * pairs, (mixed * decay).to(tk.dtype))
         second = decay * tl.dot(ab * pairs, (tk * decay).to(tk.dtype))
-        dg = _add(dg, masks.signs, level, mixed * first + tk * second, C)
+        dg = add_chosen(dg, masks.signs, level, mixed * first + tk * second, C)
         dq += tl.where(right, first, 0.0)
         dk += tl.where(right, 0.0, first) + second
     return dq, dk, dg
@@ -359,7 +335,7 @@ def _low_at_once(sums, tiles, weights, masks, since, early, n, form: tl.constexp
     of_b = tl.dot(ab * above, ra, tl.dot(qb * above, rq))
     of_k = tl.dot(ak * above, ra, tl.dot(qk * above, rq))
     seen = ra * of_a  # before the row's own gate
-    dg = _add_whole(dg, masks.signs, LEVELS + n, rq * of_q + seen - cb * of_b - ck * of_k, C) - seen
+    dg = add_whole(dg, masks.signs, LEVELS + n, rq * of_q + seen - cb * of_b - ck * of_k, C) - seen
     return dq + late * of_q, dk + grown * of_k, da + early * of_a, db + grown * of_b, dg
 
 
@@ -373,19 +349,19 @@ def _low_by_level(sums, tiles, weights, masks, high, low, start, WIDE: tl.conste
     LEVELS: tl.constexpr = form.LEVELS
     for level in range(start, LEVELS):
         right, pairs = right_rows(level, C), mask_at(masks.pairs, level, C)
-        decay = tl.exp2(_halvings(masks.gates, LEVELS + 1 + level, high, low, WIDE, C))
+        decay = tl.exp2(halvings(masks.gates, LEVELS + 1 + level, high, low, WIDE, C))
         rows = tl.where(right, tq, tb), tl.where(right, tq, tk)
         first = decay * tl.dot(qb * pairs, (rows[0] * decay).to(tk.dtype))
         second = decay * tl.dot(qk * pairs, (rows[1] * decay).to(tk.dtype))
-        dg = _add(dg, masks.signs, level, rows[0] * first + rows[1] * second, C)
+        dg = add_chosen(dg, masks.signs, level, rows[0] * first + rows[1] * second, C)
         dq += tl.where(right, first + second, 0.0)
         db += tl.where(right, 0.0, first)
         dk += tl.where(right, 0.0, second)
-        decay = tl.exp2(_halvings(masks.early_gates, LEVELS + 1 + level, high, low, WIDE, C))
+        decay = tl.exp2(halvings(masks.early_gates, LEVELS + 1 + level, high, low, WIDE, C))
         rows = tl.where(right, ta, tb), tl.where(right, ta, tk)
         first = decay * tl.dot(ab * pairs, (rows[0] * decay).to(tk.dtype))
         second = decay * tl.dot(ak * pairs, (rows[1] * decay).to(tk.dtype))
-        dg = _add(dg, masks.early_signs, level, rows[0] * first + rows[1] * second, C)
+        dg = add_chosen(dg, masks.early_signs, level, rows[0] * first + rows[1] * second, C)
         da += tl.where(right, first + second, 0.0)
         db += tl.where(right, 0.0, first)
         dk += tl.where(right, 0.0, second)
@@ -410,11 +386,11 @@ def _delta_whole(tiles, since, pieces, weights, masks, factors, whole, form: tl.
     late, grown = tl.exp2(since), tl.exp2(-since)
     rq, rk, ck = tq * late, tk * late, tk * grown
     dq, da, db = of_q[:, None] * dq, of_a[:, None] * da, of_b[:, None] * whole[None, :] * db
-    dg = _add(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, rq * dq + rk * da, C)
-    dg = _add(dg, masks.signs, 2 * LEVELS + 2, ck * db, C) + (whole * held)[None, :]
+    dg = add_chosen(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, rq * dq + rk * da, C)
+    dg = add_chosen(dg, masks.signs, 2 * LEVELS + 2, ck * db, C) + (whole * held)[None, :]
     low_q, low_k, low_c = rq.to(tq.dtype), rk.to(tk.dtype), ck.to(tk.dtype)
     pair_q, pair_a, pair_b = tl.dot(qb, low_c), tl.dot(ab, low_c), tl.dot(ab_t, low_k, tl.dot(qb_t, low_q))
-    dg = _add_whole(dg, masks.signs, 2 * LEVELS, low_q * pair_q + low_k * pair_a - low_c * pair_b, C)
+    dg = add_whole(dg, masks.signs, 2 * LEVELS, low_q * pair_q + low_k * pair_a - low_c * pair_b, C)
     return late * (dq + pair_q), late * (da + pair_a) + grown * (db + pair_b), dg
 
 
@@ -429,11 +405,11 @@ def _delta_parts(tiles, gates, since, n, pieces, weights, masks, factors, whole,
     qb, qb_t, ab, ab_t = weights
     C: tl.constexpr = form.C
     LEVELS: tl.constexpr = form.LEVELS
-    late = tl.exp2(_halvings(masks.gates, LEVELS, high, low, WIDE, C))
+    late = tl.exp2(halvings(masks.gates, LEVELS, high, low, WIDE, C))
     dq, da = of_q[:, None] * late * dq, of_a[:, None] * late * da
-    dg = _add(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, tq * dq + tk * da, C)
-    db *= of_b[:, None] * tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
-    dg = _add(dg, masks.signs, 2 * LEVELS + 2, tk * db, C) + (whole * held)[None, :]
+    dg = add_chosen(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, tq * dq + tk * da, C)
+    db *= of_b[:, None] * tl.exp2(halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
+    dg = add_chosen(dg, masks.signs, 2 * LEVELS + 2, tk * db, C) + (whole * held)[None, :]
     sums, both = (dq, da + db, dg), (qb + qb_t, ab + ab_t)
     if form.HALVINGS > 0:
         sums = _delta_at_once(sums, tq, tk, both, masks, since, n, form)
@@ -446,7 +422,7 @@ def _delta_slice(tiles, gates, pieces, weights, masks, factors, whole, full, WID
     high, low = gates
     LEVELS: tl.constexpr = form.LEVELS
     if form.HALVINGS > 0:
-        since = _halvings(masks.gates, LEVELS, high, low, WIDE, form.C)
+        since = halvings(masks.gates, LEVELS, high, low, WIDE, form.C)
         n, since = _blocks(masks, since, high, low, tl.where(full, LEVELS, 0), WIDE, form)
         if n == LEVELS:
             dq, dk, dg = _delta_whole(tiles, since, pieces, weights, masks, factors, whole, form)
@@ -467,19 +443,19 @@ def _low_slice(tiles, gates, pieces, weights, masks, scale, whole, full, WIDE: t
     dq, da, db, dk, held = pieces
     C: tl.constexpr = form.C
     LEVELS: tl.constexpr = form.LEVELS
-    since = _halvings(masks.gates, LEVELS, high, low, WIDE, C)
-    early = _halvings(masks.early_gates, LEVELS, high, low, WIDE, C)
+    since = halvings(masks.gates, LEVELS, high, low, WIDE, C)
+    early = halvings(masks.early_gates, LEVELS, high, low, WIDE, C)
     dq, da = scale * tl.exp2(since) * dq, tl.exp2(early) * da
-    dg = _add(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, tq * dq, C)
-    dg = _add(dg, masks.early_signs, 2 * LEVELS + 1, ta * da, C)  # a row's own gate follows its read
-    until = tl.exp2(_halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
+    dg = add_chosen(tl.zeros_like(dq), masks.signs, 2 * LEVELS + 1, tq * dq, C)
+    dg = add_chosen(dg, masks.early_signs, 2 * LEVELS + 1, ta * da, C)  # a row's own gate follows its read
+    until = tl.exp2(halvings(masks.gates, 2 * LEVELS + 1, high, low, WIDE, C))
     db, dk = until * db, until * dk
-    dg = _add(dg, masks.signs, 2 * LEVELS + 2, tb * db + tk * dk, C) + (whole * held)[None, :]
+    dg = add_chosen(dg, masks.signs, 2 * LEVELS + 2, tb * db + tk * dk, C) + (whole * held)[None, :]
     sums, low_level = (dq, dk, da, db, dg), 0
     if form.HALVINGS > 0:
         most = tl.where(full, LEVELS, 0)
         low_level, since = _blocks(masks, since, high, low, most, WIDE, form)
-        early = tl.where(low_level > 0, _halvings(masks.early_gates, low_level, high, low, WIDE, C), 0.0)
+        early = tl.where(low_level > 0, halvings(masks.early_gates, low_level, high, low, WIDE, C), 0.0)
         sums = _low_at_once(sums, tiles, weights, masks, since, early, low_level, form)
     return _low_by_level(sums, tiles, weights, masks, high, low, low_level, WIDE, form)
 

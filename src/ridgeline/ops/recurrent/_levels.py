@@ -148,19 +148,25 @@ def split_gates(g):
 
 
 @triton.jit
-def masked_decay(masks, level, high, low, WIDE: tl.constexpr, C: tl.constexpr):
-    """Of each row e to the sum of the gates that a mask chooses, where products leave their sums."""
-    chosen = mask_at(masks.gates, level, C)
+def halvings(gates, place, high, low, WIDE: tl.constexpr, C: tl.constexpr):
+    """Of each row the sum of the gates that a mask chooses, times log2(e), where products leave their sums."""
+    chosen = mask_at(gates, place, C)
     found = tl.dot(chosen, high)
     if WIDE:
         found = tl.dot(chosen, low, found)
-    return tl.exp2(found * 1.4426950408889634)
+    return found * 1.4426950408889634
 
 
 @triton.jit
-def add_crossing(found, masks, level, x, C: tl.constexpr):
+def masked_decay(masks, level, high, low, WIDE: tl.constexpr, C: tl.constexpr):
+    """Of each row e to the sum of the gates that a mask chooses, where products leave their sums."""
+    return tl.exp2(halvings(masks.gates, level, high, low, WIDE, C))
+
+
+@triton.jit
+def add_chosen(found, masks, place, x, C: tl.constexpr):
     """Adds the sums of the rows of x that a mask chooses, in bfloat16's range."""
-    chosen = mask_at(masks.crossings, level, C)
+    chosen = mask_at(masks, place, C)
     if chosen.dtype == tl.bfloat16:
         found = tl.dot(chosen, x.to(tl.bfloat16), found)
     else:
@@ -169,9 +175,9 @@ def add_crossing(found, masks, level, x, C: tl.constexpr):
 
 
 @triton.jit
-def add_whole(found, masks, level, x, C: tl.constexpr):
+def add_whole(found, masks, place, x, C: tl.constexpr):
     """The same in float32's precision, or for float16 data in tf32's: what cancels is summed so."""
-    chosen = mask_at(masks.crossings, level, C)
+    chosen = mask_at(masks, place, C)
     if chosen.dtype == tl.bfloat16:
         high = x.to(tl.bfloat16)
         found = tl.dot(chosen, (x - high.to(tl.float32)).to(tl.bfloat16), tl.dot(chosen, high, found))
