@@ -14,7 +14,7 @@ import triton.language as tl
 
 import test_delta
 import test_recurrent
-from conftest import INTERPRETED
+from ridgeline.boundary import INTERPRETED
 from ridgeline.lab import Law
 from ridgeline.op import Spec, get
 from ridgeline.ops.recurrent._scan import to_tf32

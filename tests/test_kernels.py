@@ -27,6 +27,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         8,
         "one register at 65536 columns, for a third block a multiprocessor: 2991 GB/s against 2925",
     ),
+    ("batch_norm", "triton", "_statistics", "sm_90"): (8, "one register in float32"),
     ("sample", "cuda_cluster", "sample_fwd", "sm_90"): (
         68,
         "nine registers at 128256 columns, for a second block a multiprocessor: 32 rows at once; untimed",
