@@ -232,7 +232,6 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("attention_varlen", "triton", "_bwd_dq", "sm_89"): (24, "as sm_86's"),
     ("sparse_matmul", "triton", "_fwd", "sm_100"): (16, "two registers for training at 8192; untimed there"),
     ("conv2d", "triton", "_conv", "sm_120"): (8, "one register of 128 x 64 tiles with ReLU; untimed there"),
-    ("conv2d", "triton_boxes", "_weight", "sm_100"): (8, "one register of 128 x 128 tiles; untimed there"),
     ("cross_entropy", "triton", "_bwd", "sm_120"): (12, "two registers at 33x129 in half precision"),
     ("gemv", "triton", "_few", "sm_120"): (8, "one register for 8 rows of x in bfloat16; untimed there"),
     ("gemv", "triton", "_fwd", "sm_120"): (8, "one register at 33x129 in float16"),

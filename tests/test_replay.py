@@ -685,96 +685,115 @@ def test_small_temporaries_share_an_allocation(started: Started, monkeypatch: py
         assert zeros == [(places[3], 48, 0, 7), (places[1], 20, 0, 7)] * driver
 
 
-def test_a_guarded_call_takes_its_plan_at_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `Sure` spares the op's own guard, unless anything may have changed that the public function's does not see."""
-    launch, missed = door(started), []
+class Sparing:
+    """A toy op behind a public function whose guard spares the op its own; `missed` notes where the op looks again."""
 
-    @kernel_op("toy_sure(Tensor x, Tensor w, float f) -> Tensor")
-    def op(x: torch.Tensor, w: torch.Tensor, f: float) -> torch.Tensor:
-        y = torch.empty_like(x)
-        launch((1, 1, 1), y, x, w, f)
+    def __init__(self, name: str, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+        launch, self.missed = door(started), []  # type: ignore[var-annotated]
+
+        @kernel_op(f"{name}(Tensor x, Tensor w, float f) -> Tensor")
+        def op(x: torch.Tensor, w: torch.Tensor, f: float) -> torch.Tensor:
+            y = torch.empty_like(x)
+            launch((1, 1, 1), y, x, w, f)
+            return y
+
+        @by_kind(2, sure=True)
+        def look(x: torch.Tensor, w: torch.Tensor, name: str) -> tuple[None, Any]:
+            return None, None
+
+        self.op, self.look = op, look
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+        monkeypatch.setitem(op.__globals__, "current", lambda: 0)
+        self.x, self.w = torch.randn(3, 8), torch.randn(8)
+        for _ in range(6):
+            self.public(self.x, self.w, 1.0)
+        found = op.__globals__["quick"]
+
+        def quick(*near: Any) -> Any:
+            self.missed.append(near)
+            return found(*near)
+
+        monkeypatch.setitem(op.__globals__, "quick", quick)
+
+    def sure(self) -> Any:
+        return self.look(self.x, self.w, "name")[1]
+
+    def public(self, x: torch.Tensor, w: torch.Tensor, f: float) -> torch.Tensor:
+        y: torch.Tensor = self.op(x, w, f, self.look(x, w, "name")[1])
         return y
 
-    @by_kind(2, sure=True)
-    def look(x: torch.Tensor, w: torch.Tensor, name: str) -> tuple[None, Any]:
-        return None, None
-
-    def public(x: torch.Tensor, w: torch.Tensor, f: float) -> torch.Tensor:
-        return op(x, w, f, look(x, w, "name")[1])
-
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setitem(op.__globals__, "current", lambda: 0)
-    x, w, odd = torch.randn(3, 8), torch.randn(8), torch.randn(9)[1:]
-    for _ in range(6):
-        public(x, w, 1.0)
-    found = op.__globals__["quick"]
-
-    def quick(*near: Any) -> Any:
-        missed.append(near)
-        return found(*near)
-
-    monkeypatch.setitem(op.__globals__, "quick", quick)
-    for _ in range(3):
-        x, w = torch.randn(3, 8), torch.randn(8)
-        y = public(x, w, 1.0)
-        assert started[-1][1] == (y.data_ptr(), x.data_ptr(), w.data_ptr(), 1.0)
-    assert not missed
-
-    def sent_on(times: int = 1) -> bool:
-        there = len(missed) == times
-        missed.clear()
+    def sent_on(self, times: int = 1) -> bool:
+        there = len(self.missed) == times
+        self.missed.clear()
         return there
 
-    public(x, w, 2.0)
-    assert sent_on()
-    public(x, odd, 1.0)
-    assert sent_on()
+
+def test_a_guarded_call_takes_its_plan_at_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Sure` spares the op's own guard, unless anything may have changed that the public function's does not see."""
+    toy = Sparing("toy_sure", started, monkeypatch)
+    odd = torch.randn(9)[1:]
     for _ in range(3):
-        public(x, w, 1.0)
-    missed.clear()
+        x, w = torch.randn(3, 8), torch.randn(8)
+        y = toy.public(x, w, 1.0)
+        assert started[-1][1] == (y.data_ptr(), x.data_ptr(), w.data_ptr(), 1.0)
+    assert not toy.missed
+    toy.public(x, w, 2.0)
+    assert toy.sent_on()
+    toy.public(x, odd, 1.0)
+    assert toy.sent_on()
+    for _ in range(3):
+        toy.public(x, w, 1.0)
+    toy.missed.clear()
     monkeypatch.setattr(tuning, "version", tuning.version + 1)
     for _ in range(6):
-        public(x, w, 1.0)
-    assert sent_on(4)  # run, recorded, found by its key, by a guard
+        toy.public(x, w, 1.0)
+    assert toy.sent_on(4)  # run, recorded, found by its key, by a guard
     with forward_ad.dual_level():
-        public(x, w, 1.0)
-        assert sent_on()
+        toy.public(x, w, 1.0)
+        assert toy.sent_on()
         with pytest.raises(RidgelineError, match="forward-mode"):
-            op(forward_ad.make_dual(x, x), w, 1.0, look(x, w, "name")[1])
-    missed.clear()
+            toy.op(forward_ad.make_dual(x, x), w, 1.0, toy.sure())
+    toy.missed.clear()
     with observe(lambda _: None):
-        public(x, w, 1.0)
-    assert sent_on()
-    watched: list[Any] = []
+        toy.public(x, w, 1.0)
+    assert toy.sent_on()
+    toy.public(x, w, 1.0)
+    assert not toy.missed
+    for plan in toy.op.__globals__["found"].__self__.values():
+        monkeypatch.setitem(plan.__globals__, "current", lambda: 1)
+    monkeypatch.setitem(toy.op.__globals__, "current", lambda: 1)
+    toy.public(x, w, 1.0)  # another GPU
+    assert toy.sent_on()
+
+
+def test_a_guarded_call_reaches_a_dispatch_mode(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, watched = Sparing("toy_watched", started, monkeypatch), []
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             watched.append(function)
             return function(*args, **(kwargs or {}))
 
-    sure = look(x, w, "name")[1]
-    for call in (lambda: public(x, w, 1.0), lambda: op(x, w, 1.0, sure)):
+    sure = toy.sure()
+    for call in (lambda: toy.public(toy.x, toy.w, 1.0), lambda: toy.op(toy.x, toy.w, 1.0, sure)):
         watched.clear()
         with Watch():
             call()
-        assert torch.ops.ridgeline.toy_sure.default in watched
-    missed.clear()
-    public(x, w, 1.0)
-    assert not missed
+        assert torch.ops.ridgeline.toy_watched.default in watched
+
+
+def test_a_guarded_call_reads_once_what_another_thread_replaces(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Sparing("toy_replaced", started, monkeypatch)
 
     class Replaced:
-        """What another thread leaves between two reads: first this call's plan, then another call's."""
+        """What is left between two reads: first this call's plan, then another call's."""
 
         def __init__(self, *kept: Any) -> None:
             self.left = list(kept)
 
         kept = property(lambda self: self.left.pop(0))
 
-    y = op(x, w, 1.0, Replaced(sure.kept, (sure.kept[0], lambda *_: "another's")))
-    assert torch.is_tensor(y)
-    for function in (op.__globals__["found"].__self__.values(),):
-        for plan in function:
-            monkeypatch.setitem(plan.__globals__, "current", lambda: 1)
-    monkeypatch.setitem(op.__globals__, "current", lambda: 1)
-    public(x, w, 1.0)  # another GPU
-    assert sent_on()
+    own = toy.sure().kept
+    assert torch.is_tensor(toy.op(toy.x, toy.w, 1.0, Replaced(own, (own[0], lambda *_: "another's"))))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.lab import units
+from ridgeline.lm.setup import SHAPE
 from ridgeline.op import RidgelineError
 
 Row = dict[str, Any]
@@ -124,8 +125,7 @@ def lecture(rows: list[Row]) -> str | None:
 
 
 # A step of xl as the assignment has it: with nothing of the model changed by flags.
-UNCHANGED = ("layers", "width", "hidden", "heads", "key_heads", "head_dim", "vocabulary")
-STEP: Row = dict.fromkeys((*UNCHANGED, "autocast")) | {"size": "xl", "context": 2048, "batch": 4, "mode": "step"}
+STEP: Row = dict.fromkeys((*SHAPE, "autocast")) | {"size": "xl", "context": 2048, "batch": 4, "mode": "step"}
 STEP |= {"precision": "float32", "compile": False}
 
 
