@@ -180,10 +180,13 @@ def _figures(point: Point, impl: str, device: torch.device, options: argparse.Na
 
 
 def measured(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the flags, point by point."""
+    """Yields the rows of the flags, point by point, and records each at once: an interruption keeps those before."""
     for point in points(options):
         for impl in options.impls:
-            yield row_of(point, impl, device, options)
+            row = row_of(point, impl, device, options)
+            if options.record:
+                lab.record(options.record, [row], "attention")
+            yield row
             if impl == "compiled":
                 torch._dynamo.reset()  # torch.compile refuses a function after eight shapes
             lab.release(device)
@@ -220,8 +223,6 @@ def main(options: argparse.Namespace) -> int:
         implementation(name)
     lab.recordable(options.record)
     rows = list(measured(options, device))
-    if options.record:
-        lab.record(options.record, rows, "attention")
     if options.json:
         print(json.dumps(rows))
     else:
