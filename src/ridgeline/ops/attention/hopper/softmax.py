@@ -28,7 +28,7 @@ class State(NamedTuple):
 def soft_cap(s, share):
     """Returns tanh(s share / (2 log2 e)) and its slope, 1 - tanh^2, by one exponential and one reciprocal.
 
-    Near 0 the tanh is off by 3e-7 at most, so capped scores are off by that times the cap. Its slope does not cancel."""
+    Near 0 the tanh is off by 3e-7 at most, and capped scores by that times the cap. The slope does not cancel."""
     less = 1.0 / (gl.exp2(s * share) + 1.0)
     return 1.0 - 2.0 * less, 4.0 * less * (1.0 - less)
 
