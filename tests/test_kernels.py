@@ -159,7 +159,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ),
     ("attention", "gluon", "_bwd", "sm_90"): (
         1500,
-        "a softcap at D 128, 1.7 ms where `triton` takes 2.9; 384 a window: sums and two tiles are 192 of 208 registers",
+        "a softcap at D 128, 1.7 ms where `triton` takes 2.9; 384 a window: sums and two tiles are 192 of 208",
     ),
     ("attention", "gluon", "_bwd_wide", "sm_90"): (
         232,
