@@ -169,6 +169,14 @@ def test_attention_without_a_gpu_says_what_is_unsupported(capsys: pytest.Capture
     assert "unsupported" in capsys.readouterr().out
 
 
+def test_compiled_attention_is_timed_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its graph is kept for several backwards."""
+    flags = "--device", "cpu", "--budget", "0.01", "--steps", "2", "--seq", "64", "--dim", "16"
+    (row,) = rows(capsys, "attention", *flags, "--impls", "compiled")
+    assert "error" not in row
+    assert set(row["seconds"]) == {"forward", "backward", "both"}
+
+
 def test_scores_beyond_memory_are_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(lab, "memory_of", lambda device: 1 << 30)
     flags = "--device", "cpu", "--grid", "20", "--seq", "16384", "--dim", "16", "--impls", "plain"

@@ -183,7 +183,8 @@ def measured(options: argparse.Namespace, device: torch.device) -> Iterator[dict
     """Yields the rows of the flags, point by point, and records each at once: an interruption keeps those before."""
     for point in points(options):
         for impl in options.impls:
-            row = row_of(point, impl, device, options)
+            with torch._functorch.config.patch(donated_buffer=False):  # a compiled graph is kept for several backwards
+                row = row_of(point, impl, device, options)
             if options.record:
                 lab.record(options.record, [row], "attention")
             yield row
