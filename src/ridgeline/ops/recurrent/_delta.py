@@ -110,6 +110,7 @@ class DeltaForm(NamedTuple):
     OUT: bool  # the states' pass writes o, else the states before chunks
     ENDS: bool  # only what segments end with is wanted
     HALVINGS: int = 0  # the most halvings of a block's decay with which its rows meet in one product, per channel
+    APART: bool = False  # chunks that meet in one product are other kernels' (`_at_once.py`)
 
 
 @triton.jit

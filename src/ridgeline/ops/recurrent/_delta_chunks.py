@@ -11,6 +11,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
+from ridgeline.ops.recurrent._at_once import gradients_at_once, pairs_at_once
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
     DeltaForm,
@@ -129,6 +130,23 @@ def half_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any]:
     since the other one has miscompiled such a kernel with 4 warps (docs/compiler.md)."""
     facts: dict[str, Any] = {"form": form._replace(HALVINGS=most_halvings(call.v.dtype))}
     return facts | ({"assembler": "newer"} if device.of(call.v).capability == 90 else {})
+
+
+def at_once_facts(form: DeltaForm, call: DeltaCall) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """With what the kernels of `_at_once.py` make pairs and gradients, where they do: on Hopper (and interpreted)."""
+    gpu, most = device.of(call.v), max(form.BK, triton.next_power_of_2(form.V))
+    if not most_halvings(call.v.dtype) or most > 128 or not (gpu.capability == 90 or gpu.backend == "cpu"):
+        return None
+    pairs, gradients = (once_tiles(gpu, form.BK, form.LOW) for once_tiles in (pair_tiles, gradient_tiles))
+    return {"num_stages": 1, **pairs}, {"num_stages": 1, **gradients}
+
+
+def pair_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
+    return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)}
+
+
+def gradient_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
+    return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)}
 
 
 def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
@@ -256,6 +274,12 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
         if plan.masks is not None:
             kernel, more = half_pairs_by_channel, (plan.masks,)
             facts |= half_facts(form, call)
+            if once := at_once_facts(form, call):
+                facts["form"] = facts["form"]._replace(APART=True)
+                args = q, k, a, b, g, beta, reads, matrices, plan.masks, packing
+                facts_once = dict(once[0])
+                facts_once["form"] = facts["form"]._replace(BS=facts_once.pop("BS"))
+                launch(pairs_at_once, plan.parallel, *args, **(facts | facts_once))
         launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
     return plan, some
 
@@ -329,6 +353,16 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
     else:
         facts |= half_facts(plan.form, call)
+        if once := at_once_facts(plan.form, call):
+            facts["form"] = form = facts["form"]._replace(APART=True)
+            facts_once = dict(once[1])
+            facts_once["form"] = form._replace(BV=max(16, triton.next_power_of_2(form.V)), BS=facts_once.pop("BS"))
+            room = m.read
+            if not form.LOW:
+                chunks = plan.packing.chunks - begin if m.whole is None else matrices.whole.shape[2]
+                room = call.v.new_empty((*matrices.whole.shape[:2], chunks, 4, form.C, form.C))
+            args = q, k, v, a, b, g, rows, matrices._replace(read=room), states, grads, plan.masks, packing, call.scale
+            launch(gradients_at_once, grid, *args, **(facts | facts_once))
         launch(
             half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
             call.scale, **facts,
