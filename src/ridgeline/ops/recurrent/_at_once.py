@@ -372,3 +372,123 @@ def gradients_at_once(
             depth = part * BS + tl.arange(0, BS)
             _through_length(q, product_q, grads.q, packing, n, h, start, rows, depth, tokens, form)
             _through_length(k, product_k, grads.k, packing, n, h, start, rows, depth, tokens, form)
+
+
+@triton.jit
+def write_double_masks(masks, C: tl.constexpr):
+    """Zeros, ones and signs for RWKV-7's rows that read, q above a, and those that write, b above k, by a chunk's gates
+    or turned. The gates that decay rows that read; that decay rows that write; for gates the rows that write before;
+    the signs of readers' pairs and of writers'."""
+    t, r = tl.arange(0, C)[:, None], tl.arange(0, 2 * C)[None, :]
+    row, late = r % C, r >= C
+    second = t >= C // 2
+    size: tl.constexpr = 2 * C * C
+    wide, turned = masks + t * (2 * C) + r, masks + r * C + t
+    tl.store(wide, tl.where((t < row) | ((t == row) & (late == 0)), 1.0, 0.0))
+    tl.store(wide + size, tl.where(t <= row, 1.0, 0.0))
+    tl.store(turned + 2 * size, tl.where(row < t, 1.0, 0.0))
+    of_q = tl.where(second, tl.where(row >= t, 1.0, 0.0), tl.where(row < t, -1.0, 0.0))
+    of_a = tl.where(second, tl.where(row > t, 1.0, 0.0), tl.where(row <= t, -1.0, 0.0))
+    tl.store(turned + 3 * size, tl.where(late, of_a, of_q))
+    tl.store(turned + 4 * size, -of_q)
+
+
+@triton.jit
+def _double_mask(masks, place, M: tl.constexpr, N: tl.constexpr):
+    return tl.load(masks + place * (M * N) + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
+
+
+@triton.jit
+def _double_rows(one, one_step, other, other_step, first, columns, C: tl.constexpr, WIDTH: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """A chunk's rows of one tensor above those of another."""
+    r = tl.arange(0, 2 * C)
+    row = (first + r % C).to(tl.int64)
+    place = tl.where(r < C, one + row * one_step, other + row * other_step)[:, None] + columns[None, :]
+    if WIDTH % BLOCK == 0:
+        found = tl.load(place)
+    else:
+        found = tl.load(place, mask=(columns < WIDTH)[None, :], other=0.0)
+    return found
+
+
+@triton.jit
+def _keep_double(one, other, step, first, columns, found, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    r = tl.arange(0, 2 * C)
+    row = (first + r % C).to(tl.int64) * step
+    place = tl.where(r < C, one + row, other + row)[:, None] + columns[None, :]
+    if WIDTH % BLOCK == 0:
+        tl.store(place, found)
+    else:
+        tl.store(place, found, mask=(columns < WIDTH)[None, :])
+
+
+@triton.jit
+def low_gradients_at_once(
+    q, k, v, a, b, gate, do, matrices, states, grads, masks, packing, scale, form: tl.constexpr
+):  # fmt: skip
+    """RWKV-7: `half_gradients_by_channel` for whole chunks with mild gates. Rows that read (q above a) and rows that
+    write (b above k) are a tile each, all turned, so a product leaves the next one's left side in registers."""
+    n, h, start, tokens, chunk = find_chunk(packing)
+    first = chunk * form.C
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    if served_at_once(matrices.whole, spot, first, tokens, form) == 0:
+        return
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    BK: tl.constexpr = form.BK
+    V: tl.constexpr = form.V
+    BV: tl.constexpr = form.BV
+    WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    depth, columns, step = tl.arange(0, BK), tl.arange(0, BV), packing.heads * V
+    from_do, from_v = find_head(do, n, h, packing.ends, start), find_head(v, n, h, packing.ends, start)
+    from_dx, from_u = own_rows(states.turned, packing, n, h, start, V), own_rows(states.solved, packing, n, h, start, V)
+    from_q, from_k, from_a, from_b, from_g, _ = heads_of(q, k, a, b, gate, None, packing, n, h, start, form)
+    seen = _double_rows(from_do, do.token, from_dx, step, first, columns, C, V, BV)
+    written = _double_rows(from_u, step, from_v, v.token, first, columns, C, V, BV)
+    g = tile_of(gate, from_g, first + tl.arange(0, C), depth, tokens, K, BK)
+    tr = _double_rows(from_q, q.token, from_a, a.token, first, depth, C, K, BK)
+    tw = _double_rows(from_b, b.token, from_k, k.token, first, depth, C, K, BK)
+    at = spot * (K * V) + columns[:, None] * K + depth[None, :]
+    inside = (depth < K)[None, :] & (columns < V)[:, None]
+    if K % BK == 0 and V % BV == 0:
+        before, later = tl.load(states.before + at), tl.load(states.later + at)
+    else:
+        before = tl.load(states.before + at, mask=inside, other=0.0)
+        later = tl.load(states.later + at, mask=inside, other=0.0)
+    whole = tl.load(matrices.whole + spot * K + depth, mask=depth < K, other=1.0)
+    held = whole * _held(before, later)
+    gates = g, g
+    if WIDE:
+        gates = split_gates(g)
+    gates = tl.trans(gates[0]), tl.trans(gates[1])
+    of_readers = _double_mask(masks.double, 0, C, 2 * C)
+    decay = tl.exp2(_halvings(gates, of_readers, WIDE))
+    grown = tl.exp2(-_halvings(gates, _double_mask(masks.double, 1, C, 2 * C), WIDE))
+    tr, tw = (tl.trans(tr) * decay).to(seen.dtype), (tl.trans(tw) * grown).to(seen.dtype)
+    x, y = tl.arange(0, 2 * C)[:, None], tl.arange(0, 2 * C)[None, :]
+    scales = tl.where(tl.arange(0, 2 * C) < C, scale, 1.0)
+    meet = (x % C < y % C) | ((x % C == y % C) & (y < C))
+    pairs = tl.where(meet, scales[None, :] * tl.dot(written, tl.trans(seen)), 0.0).to(seen.dtype)
+    pair = tl.dot(tw, pairs)
+    given = scales[None, :] * tl.dot(tl.trans(before), tl.trans(seen))
+    dr = (decay * (given + pair)).to(grads.q.dtype.element_ty)
+    _keep_double(
+        own_rows(grads.q, packing, n, h, start, K), own_rows(grads.a, packing, n, h, start, K), packing.heads * K,
+        first, depth, tl.trans(dr), C, K, BK,
+    )  # fmt: skip
+    dg = _sums(tl.zeros([BK, C], tl.float32), tr * given, tl.trans(of_readers))
+    dg = _whole_sums(dg, tr * pair, _double_mask(masks.double, 3, 2 * C, C))
+    meet = (y % C < x % C) | ((x % C == y % C) & (x < C))
+    pairs = tl.where(meet, scales[:, None] * tl.dot(seen, tl.trans(written)), 0.0).to(seen.dtype)
+    pair = tl.dot(tr, pairs)
+    given = whole[:, None] * tl.dot(tl.trans(later), tl.trans(written))
+    dw = (grown * (given + pair)).to(grads.b.dtype.element_ty)
+    _keep_double(
+        own_rows(grads.b, packing, n, h, start, K), own_rows(grads.k, packing, n, h, start, K), packing.heads * K,
+        first, depth, tl.trans(dw), C, K, BK,
+    )  # fmt: skip
+    dg = _sums(dg, tw * given, _double_mask(masks.double, 2, 2 * C, C))
+    dg = _whole_sums(dg, tw * pair, _double_mask(masks.double, 4, 2 * C, C)) + held[:, None]
+    dg = tl.trans(dg.to(grads.g.dtype.element_ty))
+    _keep(grads.g, packing, n, h, start, first + tl.arange(0, C), depth, tokens, dg, K, BK)

@@ -52,6 +52,7 @@ class BlockMasks(NamedTuple):
     signs: Any  # bfloat16, or for float16 data float32
     early_gates: Any  # for rows that see the state before their own gate (RWKV-7's a), or None
     early_signs: Any
+    double: Any = None  # RWKV-7's, by `write_double_masks`
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._at_once import gradients_at_once, pairs_at_once
+from ridgeline.ops.recurrent._at_once import gradients_at_once, low_gradients_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
     DeltaForm,
@@ -141,6 +141,9 @@ def at_once_facts(form: DeltaForm, call: DeltaCall) -> tuple[dict[str, Any], dic
     return {"num_stages": 1, **pairs}, {"num_stages": 1, **gradients}
 
 
+DOUBLE = True
+
+
 def pair_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
     return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)}
 
@@ -160,7 +163,11 @@ def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
         launch(write_block_masks, (2 * levels + 2,), BlockMasks(gates, pairs, of_sums, None, None), **facts)
         made += [gates, pairs, of_sums]
     early = (made[3], made[5]) if form.LOW else (None, None)
-    return BlockMasks(made[0], made[1], made[2], *early)
+    double = None
+    if form.LOW:
+        double = torch.empty((5, 2, C, C), dtype=signs, device=call.v.device)
+        launch(write_double_masks, (1,), double, C=C, num_warps=4)
+    return BlockMasks(made[0], made[1], made[2], *early, double)
 
 
 PARTS = 4  # of a backward pass that keeps a part's gradients of states at a time
@@ -362,7 +369,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
                 chunks = plan.packing.chunks - begin if m.whole is None else matrices.whole.shape[2]
                 room = call.v.new_empty((*matrices.whole.shape[:2], chunks, 4, form.C, form.C))
             args = q, k, v, a, b, g, rows, matrices._replace(read=room), states, grads, plan.masks, packing, call.scale
-            launch(gradients_at_once, grid, *args, **(facts | facts_once))
+            launch(low_gradients_at_once if form.LOW and DOUBLE else gradients_at_once, grid, *args, **(facts | facts_once))
         launch(
             half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
             call.scale, **facts,
