@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._delta import find_chunk, heads_of, own_rows, tile_of
+from ridgeline.ops.recurrent._delta import find_chunk, heads_of, own_rows, solve_chunk, square_of, tile_of
 from ridgeline.ops.recurrent._delta_channels import keep_matrices, out_of_range, served_at_once
 from ridgeline.ops.recurrent._levels import add_chosen, add_whole, mask_at, split_gates
 from ridgeline.ops.recurrent._scan import find_head, to_tf32
@@ -492,3 +492,59 @@ def low_gradients_at_once(
     dg = _whole_sums(dg, tw * pair, _double_mask(masks.double, 4, 2 * C, C)) + held[:, None]
     dg = tl.trans(dg.to(grads.g.dtype.element_ty))
     _keep(grads.g, packing, n, h, start, first + tl.arange(0, C), depth, tokens, dg, K, BK)
+
+
+@triton.jit
+def low_pairs_at_once(q, k, a, b, gate, reads, matrices, masks, packing, form: tl.constexpr):
+    """RWKV-7: `pairs_at_once`, with all four matrices as one product of rows that read and rows that write."""
+    n, h, start, tokens, chunk = find_chunk(packing)
+    first = chunk * form.C
+    if first >= tokens:
+        return
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    BK: tl.constexpr = form.BK
+    WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    from_q, from_k, from_a, from_b, from_g, _ = heads_of(q, k, a, b, gate, None, packing, n, h, start, form)
+    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+    depth, r = tl.arange(0, BK), tl.arange(0, 2 * C)
+    rows, step = (first + r % C).to(tl.int64), packing.heads * K
+    here = (rows < tokens)[:, None] & (depth < K)[None, :]
+    g = tile_of(gate, from_g, first + tl.arange(0, C), depth, tokens, K, BK)
+    place = tl.where(r < C, from_q + rows * q.token, from_a + rows * a.token)
+    tr = tl.load(place[:, None] + depth[None, :], mask=here, other=0.0)
+    place = tl.where(r < C, from_b + rows * b.token, from_k + rows * k.token)
+    tw = tl.load(place[:, None] + depth[None, :], mask=here, other=0.0)
+    high, low = g, g
+    if WIDE:
+        high, low = split_gates(g)
+    of_readers = tl.trans(_double_mask(masks.double, 0, C, 2 * C).to(high.dtype))
+    of_writers = tl.trans(_double_mask(masks.double, 1, C, 2 * C).to(high.dtype))
+    since, until = tl.dot(of_readers, high), tl.dot(of_writers, high)
+    if WIDE:
+        since, until = tl.dot(of_readers, low, since), tl.dot(of_writers, low, until)
+    decay, grown = tl.exp2(since * 1.4426950408889634), tl.exp2(until * -1.4426950408889634)
+    whole = tl.sum(tl.where((r == C - 1)[:, None], decay, 0.0), 0)
+    tl.store(matrices.whole + spot * K + depth, whole, mask=depth < K)
+    to_q, to_a = own_rows(reads.q.data, packing, n, h, start, K), own_rows(reads.a.data, packing, n, h, start, K)
+    to_b, to_k = own_rows(reads.b.data, packing, n, h, start, K), own_rows(reads.k.data, packing, n, h, start, K)
+    tr = (tr * decay).to(tr.dtype)
+    place = tl.where(r < C, to_q + rows * step, to_a + rows * step)
+    tl.store(place[:, None] + depth[None, :], tr, mask=here)
+    place = tl.where(r < C, to_b + rows * step, to_k + rows * step)
+    tl.store(place[:, None] + depth[None, :], (tw * (grown * whole[None, :])).to(tw.dtype), mask=here)
+    found = tl.dot(tr, tl.trans((tw * grown).to(tw.dtype)))
+    if out_of_range(tl.where(depth < K, whole, 1.0), form) | (first + C > tokens):
+        return
+    x, y = r[:, None], r[None, :]
+    found = tl.where((y % C < x % C) | ((x % C == y % C) & (x < C)), found, 0.0)
+    at = spot * (C * C) + (x % C) * C + y % C
+    reader = tl.where(y < C, matrices.solve + at, matrices.read + at)
+    place = tl.where(x < C, tl.where(y < C, matrices.pair + at, matrices.plain + at), reader)
+    tl.store(place, found, mask=(x < C) | (y >= C))
+    i, j = tl.arange(0, 2)[:, None, None, None], tl.arange(0, 2)[None, None, :, None]
+    ab = tl.where((i == 1) & (j == 0), tl.reshape(found, (2, C, 2, C)), 0.0)
+    ab = tl.sum(tl.sum(ab, 2), 0)
+    factor = tl.full([C], -1.0, tl.float32)
+    place = matrices.solve + spot * (C * C) + square_of(form)
+    tl.store(place, solve_chunk(ab, factor, matrices.solve.dtype.element_ty, form))

@@ -11,7 +11,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._at_once import gradients_at_once, low_gradients_at_once, pairs_at_once, write_double_masks
+from ridgeline.ops.recurrent._at_once import gradients_at_once, low_gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
     DeltaForm,
@@ -142,6 +142,7 @@ def at_once_facts(form: DeltaForm, call: DeltaCall) -> tuple[dict[str, Any], dic
 
 
 DOUBLE = True
+DOUBLE_PAIRS = True
 
 
 def pair_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
@@ -286,7 +287,10 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
                 args = q, k, a, b, g, beta, reads, matrices, plan.masks, packing
                 facts_once = dict(once[0])
                 facts_once["form"] = facts["form"]._replace(BS=facts_once.pop("BS"))
-                launch(pairs_at_once, plan.parallel, *args, **(facts | facts_once))
+                if low and DOUBLE_PAIRS:
+                    launch(low_pairs_at_once, plan.parallel, *args[:5], *args[6:], **(facts | facts_once))
+                else:
+                    launch(pairs_at_once, plan.parallel, *args, **(facts | facts_once))
         launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
     return plan, some
 
