@@ -18,6 +18,7 @@ from ridgeline.ops.recurrent._channels import (
     own_gradients,
     own_gradients_at_once,
     own_pairs,
+    own_pairs_at_once,
     scan_channels,
 )
 from ridgeline.ops.recurrent._delta import Packing
@@ -99,8 +100,20 @@ def once_tiles(gpu: device.Device, K: int, V: int) -> Tiles | None:
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
     if gpu.backend != "cpu" and (gpu.capability != 90 or max(BK, BV) > 128):
         return None
-    facts = {"num_warps": 4, **(ASSEMBLER if gpu.capability == 90 else {})}
+    facts = {"num_warps": 4} | assembler(gpu)
     return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), BV if gpu.backend != "cpu" else min(BV, 16), facts, 1)
+
+
+def assembler(gpu: device.Device) -> dict[str, Any]:
+    return ASSEMBLER if gpu.capability == 90 else {}
+
+
+def once_pair_tiles(gpu: device.Device, K: int) -> Tiles | None:
+    """The same for `own_pairs_at_once`."""
+    BK = max(16, triton.next_power_of_2(K))
+    if gpu.backend != "cpu" and (gpu.capability != 90 or BK > 128):
+        return None
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), 16, {"num_warps": 4} | assembler(gpu), 1)
 
 
 def span(dtype: torch.dtype) -> int:
@@ -138,6 +151,10 @@ def own_weights(plan: Plan) -> Prepared:
     programs, count = gpu.multiprocessors * tiles.programs, plan.chunks
     room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
+    if form.SPAN and (once := once_pair_tiles(gpu, form.K)):
+        form = form._replace(APART=True)
+        sizes = form._replace(BS=once.channels)
+        launch(own_pairs_at_once, (count,), *args, made, plan.packing, form=sizes, num_stages=1, **once.facts)
     facts: dict[str, Any] = {"form": form, "num_stages": 1, **tiles.facts}
     # as a function: under tracing the lesser number would be a guard on the number of chunks
     launch(own_pairs, lambda _: (min(programs, count),), *args, made, plan.packing, room, count, **facts)

@@ -108,8 +108,71 @@ def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr)
     room: (programs, C, K) in float32. count: of chunks."""
     for spot in range(tl.program_id(0), count, tl.num_programs(0)):
         n, h, start, tokens, first = _find(packing, spot)
-        if first < tokens:
+        rest = first < tokens
+        if form.APART:
+            rest = rest & (_in_range(made.sums, spot, form) == 0)
+        if rest:
             _pairs_of(q, k, gate, bonus, made, packing, room, tl.cast(spot, tl.int64), n, h, start, tokens, first, form)
+
+
+@triton.jit
+def _mild(total, form: tl.constexpr):
+    """Whether the sums of a chunk's gates let its rows meet in one product. A NaN does not."""
+    return tl.min(tl.where(total * 1.4426950408889634 >= -form.SPAN, 1, 0), 0) == 1
+
+
+@triton.jit
+def _in_range(sums, spot, form: tl.constexpr):
+    """The same for a chunk whose sums have been written."""
+    BK: tl.constexpr = triton.next_power_of_2(form.K)
+    depth = tl.arange(0, BK)
+    return _mild(tl.load(sums + tl.cast(spot, tl.int64) * form.K + depth, mask=depth < form.K, other=0.0), form)
+
+
+@triton.jit
+def own_pairs_at_once(q, k, gate, bonus, made, packing, form: tl.constexpr):
+    """`own_pairs` for a chunk whose rows meet in one product. Of all others it leaves the sums of gates, by which
+    `own_pairs` knows them, and rows that `own_pairs` writes over."""
+    n, h, start, tokens, first = _find(packing, tl.program_id(0))
+    if first >= tokens:
+        return
+    spot = tl.program_id(0).to(tl.int64)
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    BS: tl.constexpr = form.BS
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
+    summed = tl.where(i >= j, 1.0, 0.0).to(tl.float16)
+    found, diagonal, rest = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32), spot < 0
+    for part in range((K + BS - 1) // BS):
+        none = tl.minimum(16 * packing.heads - part, 0)  # 0 that keeps the compiler from holding all places
+        rows, depth = first + none + row, part * BS + tl.arange(0, BS)
+        g = tile_at(find_head(gate, n, h, packing.ends, start), gate.token, rows, depth, tokens, K)
+        tq = tile_at(find_head(q, n, h, packing.ends, start), q.token, rows, depth, tokens, K)
+        tk = tile_at(find_head(k, n, h, packing.ends, start), k.token, rows, depth, tokens, K)
+        high, low = split_gates(g)
+        since = tl.dot(summed, high)
+        if g.dtype.primitive_bitwidth > 16:
+            since = tl.dot(summed, low, since)
+        since *= 1.4426950408889634
+        grown, late = tl.exp2(-since), tl.exp2(since)
+        whole = tl.sum(tl.where(i == C - 1, since, 0.0), 0)
+        total = whole * 0.6931471805599453
+        tl.store(made.sums + spot * K + depth, total, mask=depth < K)
+        rest = rest | (_mild(tl.where(depth < K, total, 0.0), form) == 0)
+        if form.SHIFT:
+            late = tl.exp2(since - g.to(tl.float32) * 1.4426950408889634)
+        here = (depth < K)[None, :]
+        spots = spot * (C * K) + i * K + depth[None, :]
+        mine = (tq * late).to(tq.dtype)
+        tl.store(made.q + spots, mine, mask=here)
+        tl.store(made.k + spots, (tk * (grown * tl.exp2(whole)[None, :])).to(tk.dtype), mask=here)
+        found = tl.dot(mine, tl.trans((tk * grown).to(tk.dtype)), found)
+        diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * _bonus(bonus, gate, h, depth, form)[None, :], 1)
+    if rest:
+        return
+    found = tl.where(i > j, found, tl.where(i == j, diagonal[:, None], 0.0))
+    tl.store(made.pairs + spot * (C * C) + i * C + j, found)
 
 
 @triton.jit
@@ -260,7 +323,7 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
     n, h, start, tokens, first = _find(packing, spot)
     if first >= tokens:
         return
-    if form.APART and _served_at_once(grads.sums, spot, first, tokens, form):
+    if form.APART and (first + form.C <= tokens) & _in_range(grads.sums, spot, form):
         return
     C: tl.constexpr = form.C
     K: tl.constexpr = form.K
@@ -307,23 +370,14 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
 
 
 @triton.jit
-def _served_at_once(sums, spot, first, tokens, form: tl.constexpr):
-    """Whether a chunk is one for `own_gradients_at_once`: one of all its rows, with mild gates."""
-    BK: tl.constexpr = triton.next_power_of_2(form.K)
-    depth = tl.arange(0, BK)
-    total = tl.load(sums + spot.to(tl.int64) * form.K + depth, mask=depth < form.K, other=0.0) * 1.4426950408889634
-    return (first + form.C <= tokens) & (tl.min(tl.where(total >= -form.SPAN, 1, 0), 0) == 1)
-
-
-@triton.jit
 def own_gradients_at_once(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: tl.constexpr):
     """`own_gradients` for chunks whose rows all meet in one product. No path by levels is compiled beside this one, so
     that it takes fewer registers and barriers."""
     spot = tl.program_id(0)
     n, h, start, tokens, first = _find(packing, spot)
-    if first >= tokens:
+    if first + form.C > tokens:
         return
-    if _served_at_once(grads.sums, spot, first, tokens, form) == 0:
+    if _in_range(grads.sums, spot, form) == 0:
         return
     C: tl.constexpr = form.C
     K: tl.constexpr = form.K
