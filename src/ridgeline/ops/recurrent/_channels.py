@@ -142,7 +142,8 @@ def own_pairs_at_once(q, k, gate, bonus, made, packing, form: tl.constexpr):
     BS: tl.constexpr = form.BS
     row = tl.arange(0, C)
     i, j = row[:, None], row[None, :]
-    summed = tl.where(i >= j, 1.0, 0.0).to(tl.float16)
+    WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    summed = tl.where(i >= j, 1.0, 0.0).to(tl.float16 if WIDE else gate.data.dtype.element_ty)
     found, diagonal, rest = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32), spot < 0
     for part in range((K + BS - 1) // BS):
         none = tl.minimum(16 * packing.heads - part, 0)  # 0 that keeps the compiler from holding all places
@@ -150,10 +151,11 @@ def own_pairs_at_once(q, k, gate, bonus, made, packing, form: tl.constexpr):
         g = tile_at(find_head(gate, n, h, packing.ends, start), gate.token, rows, depth, tokens, K)
         tq = tile_at(find_head(q, n, h, packing.ends, start), q.token, rows, depth, tokens, K)
         tk = tile_at(find_head(k, n, h, packing.ends, start), k.token, rows, depth, tokens, K)
-        high, low = split_gates(g)
-        since = tl.dot(summed, high)
-        if g.dtype.primitive_bitwidth > 16:
-            since = tl.dot(summed, low, since)
+        if WIDE:
+            high, low = split_gates(g)
+            since = tl.dot(summed, low, tl.dot(summed, high))
+        else:
+            since = tl.dot(summed, g)
         since *= 1.4426950408889634
         grown, late = tl.exp2(-since), tl.exp2(since)
         whole = tl.sum(tl.where(i == C - 1, since, 0.0), 0)
@@ -401,7 +403,7 @@ def own_gradients_at_once(q, k, v, gate, bonus, do, grads, masks, packing, scale
     above = tl.where(i < j if form.SHIFT else i <= j, scale * above, 0.0).to(kind)
     base = start if packing.ends is not None else start + n.to(tl.int64) * packing.tokens
     wide: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
-    between, signs = mask_at(masks.gates, LEVELS, C), masks.crossings
+    between, signs = mask_at(masks.gates, LEVELS, C).to(tl.float16 if wide else gate.data.dtype.element_ty), masks.crossings
     reads, writes = mask_at(signs, LEVELS, C), mask_at(signs, LEVELS + 1, C)
     ours = mask_at(signs, LEVELS + 2, C)
     theirs = mask_at(signs, LEVELS + 3, C) if form.SHIFT else ours
@@ -417,10 +419,11 @@ def own_gradients_at_once(q, k, v, gate, bonus, do, grads, masks, packing, scale
         of_k = tl.load(grads.k + at, mask=inside, other=0.0).to(tl.float32)
         whole = tl.load(grads.sums + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)
         ends = tl.load(grads.ends + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)
-        high, low = split_gates(g)
-        since = tl.dot(between, high)
         if wide:
-            since = tl.dot(between, low, since)
+            high, low = split_gates(g)
+            since = tl.dot(between, low, tl.dot(between, high))
+        else:
+            since = tl.dot(between, g)
         since *= 1.4426950408889634
         grown = tl.exp2(-since - (g.to(tl.float32) * 1.4426950408889634 if form.SHIFT else 0.0))
         late = tl.exp2(since)
