@@ -324,7 +324,8 @@ def gradients_at_once(
         weights = _low_weights((tdo, tu, tdx, tv), scale, C)
         tl.debug_barrier()
     else:
-        weights = matrices.read + spot * (4 * C * C)
+        mine = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        weights = matrices.read + mine * (4 * C * C)
         _delta_weights((tdo, tu, tdx), factors, weights, C)
     product_q, product_k = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for part in range((K + BS - 1) // BS):

@@ -370,8 +370,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
             facts_once["form"] = form._replace(BV=max(16, triton.next_power_of_2(form.V)), BS=facts_once.pop("BS"))
             room = m.read
             if not form.LOW:
-                chunks = plan.packing.chunks - begin if m.whole is None else matrices.whole.shape[2]
-                room = call.v.new_empty((*matrices.whole.shape[:2], chunks, 4, form.C, form.C))
+                room = call.v.new_empty((grid[1], count, 4, form.C, form.C))
             args = q, k, v, a, b, g, rows, matrices._replace(read=room), states, grads, plan.masks, packing, call.scale
             launch(low_gradients_at_once if form.LOW and DOUBLE else gradients_at_once, grid, *args, **(facts | facts_once))
         launch(
