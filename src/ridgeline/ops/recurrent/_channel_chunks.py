@@ -113,7 +113,7 @@ def once_pair_tiles(gpu: device.Device, K: int) -> Tiles | None:
     BK = max(16, triton.next_power_of_2(K))
     if gpu.backend != "cpu" and (gpu.capability != 90 or BK > 128):
         return None
-    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), 16, {"num_warps": 4} | assembler(gpu), 1)
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 64), 16, {"num_warps": 4} | assembler(gpu), 1)
 
 
 def span(dtype: torch.dtype) -> int:

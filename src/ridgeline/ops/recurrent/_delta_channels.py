@@ -197,21 +197,55 @@ def served_at_once(decays, spot, first, tokens, form: tl.constexpr):
 
 
 @triton.jit
+def left(decays, spot, first, tokens, form: tl.constexpr):
+    """Whether the kernels of `_at_once.py` leave a chunk to the others."""
+    found = first < tokens
+    if found:
+        found = served_at_once(decays, spot, first, tokens, form) == 0
+    return found
+
+
+@triton.jit
+def any_left(decays, packing, form: tl.constexpr):
+    """Whether they leave one of a program's chunks, or it takes a look at each to know that."""
+    COUNT: tl.constexpr = form.APART
+    found = tl.program_id(0) >= 0
+    if packing.ends is None:
+        low = tl.program_id(0) * COUNT
+        if (low + packing.begin + COUNT) * form.C <= packing.tokens:
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + low + tl.arange(0, COUNT)
+            depth = tl.arange(0, form.BK)[None, :]
+            whole = tl.load(decays + spot[:, None] * form.K + depth, mask=depth < form.K, other=1.0)
+            found = out_of_range(tl.min(tl.where(whole == whole, whole, -1.0), 0), form)
+    return found
+
+
+@triton.jit
 def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packing, form: tl.constexpr):
     """`pairs_by_channel` in half precision."""
-    n, h, start, tokens, chunk = find_chunk(packing)
+    if form.APART == 0:
+        place = find_chunk(packing)
+        if place[4] * form.C < place[3]:
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+            _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, spot, form)
+    elif any_left(matrices.whole, packing, form):
+        for step in range(form.APART):
+            place = find_chunk(packing, form.APART, step)
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0) * form.APART + step
+            if left(matrices.whole, spot, place[4] * form.C, place[3], form):
+                _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, spot, form)
+
+
+@triton.jit
+def _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, spot, form: tl.constexpr):
+    n, h, start, tokens, chunk = place
     first = chunk * form.C
-    if first >= tokens:
-        return
     C: tl.constexpr = form.C
     LEVELS: tl.constexpr = form.LEVELS
     row = tl.arange(0, C)
     rows = first + row
     i, j = row[:, None], row[None, :]
     from_q, from_k, from_a, from_b, from_g, from_beta = heads_of(q, k, a, b, gate, beta, packing, n, h, start, form)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    if form.APART and served_at_once(matrices.whole, spot, first, tokens, form):
-        return
     WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k, own, other = ab, ab, ab, of_q, of_q, of_q
@@ -507,15 +541,27 @@ def half_gradients_by_channel(
     q, k, v, a, b, gate, do, matrices, states, grads, masks, packing, scale, form: tl.constexpr
 ):  # fmt: skip
     """`gradients_by_channel` in half precision."""
-    n, h, start, tokens, chunk = find_chunk(packing)
+    tensors = q, k, v, a, b, gate, do
+    if form.APART == 0:
+        place = find_chunk(packing)
+        if place[4] * form.C < place[3]:
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+            _half_gradients(tensors, matrices, states, grads, masks, packing, place, spot, scale, form)
+    elif any_left(matrices.whole, packing, form):
+        for step in range(form.APART):
+            place = find_chunk(packing, form.APART, step)
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0) * form.APART + step
+            if left(matrices.whole, spot, place[4] * form.C, place[3], form):
+                _half_gradients(tensors, matrices, states, grads, masks, packing, place, spot, scale, form)
+
+
+@triton.jit
+def _half_gradients(tensors, matrices, states, grads, masks, packing, place, spot, scale, form: tl.constexpr):
+    q, k, v, a, b, gate, do = tensors
+    n, h, start, tokens, chunk = place
     first = chunk * form.C
-    if first >= tokens:
-        return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    if form.APART and served_at_once(matrices.whole, spot, first, tokens, form):
-        return
     from_v, from_dx = find_head(v, n, h, packing.ends, start), own_rows(grads.v, packing, n, h, start, form.V)
     shrink_q = tl.full([C], 1.0, tl.float32)
     shrink_k = shrink_q

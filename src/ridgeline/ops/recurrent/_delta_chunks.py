@@ -141,12 +141,21 @@ def at_once_facts(form: DeltaForm, call: DeltaCall) -> tuple[dict[str, Any], dic
     return {"num_stages": 1, **pairs}, {"num_stages": 1, **gradients}
 
 
+KDA_ONCE = False
+
+
+def apart(gpu: device.Device, grid: tuple[int, int]) -> int:
+    """`DeltaForm.APART`: many where programs abound, since most look at their chunks and leave; it divides a part's."""
+    return 8 if not tracing() and grid[0] * grid[1] >= 32 * gpu.multiprocessors else 1
+
+
 DOUBLE = True
 DOUBLE_PAIRS = True
 
 
 def pair_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
-    return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)}
+    bound = {"maxnreg": 128} if low and gpu.backend == "cuda" else {}
+    return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)} | bound
 
 
 def gradient_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
@@ -283,7 +292,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
             kernel, more = half_pairs_by_channel, (plan.masks,)
             facts |= half_facts(form, call)
             if once := at_once_facts(form, call):
-                facts["form"] = facts["form"]._replace(APART=True)
+                facts["form"] = facts["form"]._replace(APART=apart(device.of(call.v), plan.parallel))
                 args = q, k, a, b, g, beta, reads, matrices, plan.masks, packing
                 facts_once = dict(once[0])
                 facts_once["form"] = facts["form"]._replace(BS=facts_once.pop("BS"))
@@ -291,7 +300,10 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
                     launch(low_pairs_at_once, plan.parallel, *args[:5], *args[6:], **(facts | facts_once))
                 else:
                     launch(pairs_at_once, plan.parallel, *args, **(facts | facts_once))
-        launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
+        grid = plan.parallel
+        if facts["form"].APART:
+            grid = -(-grid[0] // facts["form"].APART), grid[1]
+        launch(kernel, grid, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
     return plan, some
 
 
@@ -364,8 +376,9 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
     else:
         facts |= half_facts(plan.form, call)
-        if once := at_once_facts(plan.form, call):
-            facts["form"] = form = facts["form"]._replace(APART=True)
+        once = at_once_facts(plan.form, call)
+        if once and (plan.form.LOW or KDA_ONCE):
+            facts["form"] = form = facts["form"]._replace(APART=apart(device.of(call.v), grid))
             facts_once = dict(once[1])
             facts_once["form"] = form._replace(BV=max(16, triton.next_power_of_2(form.V)), BS=facts_once.pop("BS"))
             room = m.read
@@ -373,6 +386,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
                 room = call.v.new_empty((grid[1], count, 4, form.C, form.C))
             args = q, k, v, a, b, g, rows, matrices._replace(read=room), states, grads, plan.masks, packing, call.scale
             launch(low_gradients_at_once if form.LOW and DOUBLE else gradients_at_once, grid, *args, **(facts | facts_once))
+            grid = -(-grid[0] // form.APART), grid[1]
         launch(
             half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
             call.scale, **facts,
