@@ -403,7 +403,9 @@ def own_gradients_at_once(q, k, v, gate, bonus, do, grads, masks, packing, scale
     above = tl.where(i < j if form.SHIFT else i <= j, scale * above, 0.0).to(kind)
     base = start if packing.ends is not None else start + n.to(tl.int64) * packing.tokens
     wide: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
-    between, signs = mask_at(masks.gates, LEVELS, C).to(tl.float16 if wide else gate.data.dtype.element_ty), masks.crossings
+    between, signs = mask_at(masks.gates, LEVELS, C), masks.crossings
+    if not wide:
+        between = between.to(gate.data.dtype.element_ty)
     reads, writes = mask_at(signs, LEVELS, C), mask_at(signs, LEVELS + 1, C)
     ours = mask_at(signs, LEVELS + 2, C)
     theirs = mask_at(signs, LEVELS + 3, C) if form.SHIFT else ours

@@ -137,7 +137,7 @@ def _sequence_at(packing, spot, unit):
 
 @triton.jit
 def find_chunk(packing, COUNT: tl.constexpr = 1, step=0):
-    """A program's sequence and head, where the sequence begins, its tokens, and the program's chunk, or one of COUNT."""
+    """A program's sequence and head, where the sequence begins, its tokens, and its chunk, or one of COUNT."""
     chunk = tl.program_id(0) * COUNT + step + packing.begin
     n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
     if packing.ends is not None:

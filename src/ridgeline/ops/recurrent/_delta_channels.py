@@ -243,8 +243,7 @@ def _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, 
     C: tl.constexpr = form.C
     LEVELS: tl.constexpr = form.LEVELS
     row = tl.arange(0, C)
-    rows = first + row
-    i, j = row[:, None], row[None, :]
+    rows, i = first + row, row[:, None]
     from_q, from_k, from_a, from_b, from_g, from_beta = heads_of(q, k, a, b, gate, beta, packing, n, h, start, form)
     WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)

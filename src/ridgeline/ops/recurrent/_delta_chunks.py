@@ -11,7 +11,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._at_once import gradients_at_once, low_gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
+from ridgeline.ops.recurrent._at_once import gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
     DeltaForm,
@@ -132,34 +132,17 @@ def half_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any]:
     return facts | ({"assembler": "newer"} if device.of(call.v).capability == 90 else {})
 
 
-def at_once_facts(form: DeltaForm, call: DeltaCall) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """With what the kernels of `_at_once.py` make pairs and gradients, where they do: on Hopper (and interpreted)."""
+def at_once_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any] | None:
+    """With what the kernels of `_at_once.py` run where they do: on Hopper (and interpreted), in bfloat16."""
     gpu, most = device.of(call.v), max(form.BK, triton.next_power_of_2(form.V))
     if not most_halvings(call.v.dtype) or most > 128 or not (gpu.capability == 90 or gpu.backend == "cpu"):
         return None
-    pairs, gradients = (once_tiles(gpu, form.BK, form.LOW) for once_tiles in (pair_tiles, gradient_tiles))
-    return {"num_stages": 1, **pairs}, {"num_stages": 1, **gradients}
-
-
-KDA_ONCE = False
+    return half_facts(form, call) | {"num_warps": 4, "num_stages": 1}
 
 
 def apart(gpu: device.Device, grid: tuple[int, int]) -> int:
     """`DeltaForm.APART`: many where programs abound, since most look at their chunks and leave; it divides a part's."""
     return 8 if not tracing() and grid[0] * grid[1] >= 32 * gpu.multiprocessors else 1
-
-
-DOUBLE = True
-DOUBLE_PAIRS = True
-
-
-def pair_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
-    bound = {"maxnreg": 128} if low and gpu.backend == "cuda" else {}
-    return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)} | bound
-
-
-def gradient_tiles(gpu: device.Device, BK: int, low: bool) -> dict[str, Any]:
-    return {"num_warps": 4, "BS": 16 if gpu.backend == "cpu" else min(BK, 64 if low else 32)}
 
 
 def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
@@ -172,12 +155,13 @@ def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
         facts: dict[str, Any] = {"C": C, "LEVELS": levels, "SHIFT": shift, "num_warps": 4}
         launch(write_block_masks, (2 * levels + 2,), BlockMasks(gates, pairs, of_sums, None, None), **facts)
         made += [gates, pairs, of_sums]
-    early = (made[3], made[5]) if form.LOW else (None, None)
+    if not form.LOW:
+        return BlockMasks(made[0], made[1], made[2], None, None)
     double = None
-    if form.LOW:
+    if at_once_facts(form, call):
         double = torch.empty((5, 2, C, C), dtype=signs, device=call.v.device)
         launch(write_double_masks, (1,), double, C=C, num_warps=4)
-    return BlockMasks(made[0], made[1], made[2], *early, double)
+    return BlockMasks(made[0], made[1], made[2], made[3], made[5], double)
 
 
 PARTS = 4  # of a backward pass that keeps a part's gradients of states at a time
@@ -292,19 +276,23 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
             kernel, more = half_pairs_by_channel, (plan.masks,)
             facts |= half_facts(form, call)
             if once := at_once_facts(form, call):
+                _pairs_at_once(plan, once)
                 facts["form"] = facts["form"]._replace(APART=apart(device.of(call.v), plan.parallel))
-                args = q, k, a, b, g, beta, reads, matrices, plan.masks, packing
-                facts_once = dict(once[0])
-                facts_once["form"] = facts["form"]._replace(BS=facts_once.pop("BS"))
-                if low and DOUBLE_PAIRS:
-                    launch(low_pairs_at_once, plan.parallel, *args[:5], *args[6:], **(facts | facts_once))
-                else:
-                    launch(pairs_at_once, plan.parallel, *args, **(facts | facts_once))
         grid = plan.parallel
         if facts["form"].APART:
             grid = -(-grid[0] // facts["form"].APART), grid[1]
         launch(kernel, grid, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
     return plan, some
+
+
+def _pairs_at_once(plan: Plan, facts: dict[str, Any]) -> None:
+    q, k, _, a, b, g, beta = plan.tensors
+    more = plan.reads, plan.matrices, plan.masks, plan.packing
+    if plan.form.LOW:  # 166 registers would do without a spill: 663 us, 643 with 128
+        launch(low_pairs_at_once, plan.parallel, q, k, a, b, g, *more, **facts, maxnreg=128)
+    else:
+        form = facts["form"]._replace(BS=min(plan.form.BK, plan.tiles.channels))
+        launch(pairs_at_once, plan.parallel, q, k, g, beta, *more, **(facts | {"form": form}))
 
 
 def _wide(call: DeltaCall) -> dict[str, Any]:
@@ -377,16 +365,12 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     else:
         facts |= half_facts(plan.form, call)
         once = at_once_facts(plan.form, call)
-        if once and (plan.form.LOW or KDA_ONCE):
-            facts["form"] = form = facts["form"]._replace(APART=apart(device.of(call.v), grid))
-            facts_once = dict(once[1])
-            facts_once["form"] = form._replace(BV=max(16, triton.next_power_of_2(form.V)), BS=facts_once.pop("BS"))
-            room = m.read
-            if not form.LOW:
-                room = call.v.new_empty((grid[1], count, 4, form.C, form.C))
-            args = q, k, v, a, b, g, rows, matrices._replace(read=room), states, grads, plan.masks, packing, call.scale
-            launch(low_gradients_at_once if form.LOW and DOUBLE else gradients_at_once, grid, *args, **(facts | facts_once))
-            grid = -(-grid[0] // form.APART), grid[1]
+        if once and plan.form.LOW:
+            wide = once["form"]._replace(BV=max(16, triton.next_power_of_2(plan.form.V)))
+            args = q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing, call.scale
+            launch(gradients_at_once, grid, *args, **(once | {"form": wide}))
+            count = apart(device.of(call.v), grid)
+            facts["form"], grid = facts["form"]._replace(APART=count), (-(-grid[0] // count), grid[1])
         launch(
             half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
             call.scale, **facts,
