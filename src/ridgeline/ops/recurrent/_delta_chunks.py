@@ -32,6 +32,8 @@ from ridgeline.ops.recurrent._delta_channels import (
     half_pairs_by_channel,
     write_block_masks,
 )
+from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent._delta_hopper import ChunkMaps, ChunkNumbers, chunk_gradients
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None
@@ -229,7 +231,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
         squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
         read, plain = squares[2:] if low else (None, None)
     lengths = torch.empty((B, HV, chunks, 2, C), **wide) if call.normalize else None
-    decays = None if low else torch.empty((B, HV, chunks, 4, C), **wide)
+    decays = None if low else torch.empty((B, HV, chunks, 6 - gate, C), **wide)
     whole = torch.empty((B, HV, chunks) if gate == 1 else (B, HV, chunks, K), **wide)
     matrices = Matrices(squares[0], squares[1], read, plain, lengths, decays, whole, width)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
@@ -309,6 +311,34 @@ def _from(t: Maybe, chunk: int) -> Maybe:
     return None if t is None else t[:, :, chunk:]
 
 
+VARIANT = "gluon"
+
+
+def _hopper_gradients(
+    plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, matrices: Matrices, grads: Grads, begin: int,
+    grid: tuple[int, int],
+) -> None:  # fmt: skip
+    K, V, C = plan.form.K, plan.form.V, plan.form.C
+    single = grads.q.dtype == torch.float32
+
+    def tiles(t: torch.Tensor) -> TensorMap:
+        return TensorMap(t.transpose(1, 2), (1, 1, C, t.shape[3]), 128)
+
+    def squares(t: torch.Tensor) -> TensorMap:
+        return TensorMap(t, (1, 1, 1, V, K), 128)
+
+    made = (grads.q, grads.k) if single else (tiles(grads.q), tiles(grads.k))
+    inputs = [tiles(t) for t in (call.q, call.k, rows.data, grads.v, states.solved)]
+    maps = ChunkMaps(*inputs, squares(states.before), squares(states.later), *made)
+    packing = plan.packing
+    numbers = ChunkNumbers(
+        matrices.decays, matrices.lengths, matrices.whole, grads.g, packing.tokens, packing.heads, packing.chunks,
+        begin, call.v.shape[2] // call.k.shape[2],
+    )  # fmt: skip
+    facts: dict[str, Any] = {"PARTS": 1 if call.v.dtype == torch.bfloat16 else 2, "FLOAT": single, "num_warps": 4}
+    launch(chunk_gradients, grid, maps, numbers, call.scale, NORMALIZE=call.normalize, **facts)
+
+
 def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, begin: int,
                      count: int) -> None:  # fmt: skip
     """The gradients of q, k, a, b and the gate in `count` chunks from `begin` on."""
@@ -320,7 +350,9 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
     facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     grid = count, plan.parallel[1]
-    if plan.form.GATE == 1:
+    if plan.form.GATE == 1 and VARIANT == "gluon" and call.ends is None:
+        _hopper_gradients(plan, call, rows, states, matrices, grads, begin, grid)
+    elif plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
     elif plan.form.SINGLE:
         launch(
