@@ -34,6 +34,7 @@ from ridgeline.ops.recurrent._delta_channels import (
 )
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._delta_hopper import ChunkMaps, ChunkNumbers, chunk_gradients
+from ridgeline.ops.recurrent._delta_walk import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None
@@ -294,6 +295,12 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
         grid, ends = (packing.rooms * both.slices, plan.chains[1]), form._replace(OUT=False, ENDS=True)
         launch(chain_states, grid, *args, both, call.scale, form=ends, **facts)
         _join(plan, call, states, False)
+    if _walks(plan, call, states):
+        present = plan.parallel[0]
+        mode = 1 if o is None else 0
+        out = states.solved if o is None else o
+        _hopper_walk(plan, call, mode, call.v, out, states, states.before, None, 0, present)
+        return
     launch(chain_states, plan.chains, *args, packing, call.scale, form=form, **facts)
 
 
@@ -312,6 +319,42 @@ def _from(t: Maybe, chunk: int) -> Maybe:
 
 
 VARIANT = "gluon"
+WALKS = True
+STAGES = 3, 4, 2
+
+
+def _walks(plan: Plan, call: DeltaCall, states: ChunkStates) -> bool:
+    form = plan.form
+    return (
+        WALKS and form.GATE == 1 and call.ends is None and states.made is None and form.K == form.V == 128
+        and form.C == 64 and device.of(call.v).capability == 90
+    )  # fmt: skip
+
+
+def _boxes(t: torch.Tensor, width: int) -> TensorMap:
+    return TensorMap(t.transpose(1, 2), (1, 1, 64, width), 128)
+
+
+def _hopper_walk(
+    plan: Plan, call: DeltaCall, mode: int, rows: torch.Tensor, out: torch.Tensor, states: ChunkStates,
+    kept: Maybe, sums: Maybe, begin: int, beyond: int,
+) -> None:  # fmt: skip
+    """mode: 0 for outputs, 1 for states, 2 in reverse. rows: v or do. out: o, U or dv. kept: of states."""
+    m, packing = plan.matrices, plan.packing
+    width, K = 2 * plan.form.C, plan.form.K
+    both = m.pair[..., :width]
+    decays = TensorMap(m.decays, (1, 1, 1, 4, plan.form.C))
+    maps = WalkMaps(
+        _boxes(call.q, K), _boxes(call.k, K), _boxes(rows, 64), _boxes(both, 64), decays, _boxes(out, 64),
+        None if kept is None else TensorMap(kept, (1, 1, 1, 64, K), 128),
+        _boxes(states.solved, 64) if mode == 2 else None,
+    )  # fmt: skip
+    walk = Walk(
+        states.first, states.last, m.whole, sums, packing.tokens, packing.heads, packing.chunks, begin, beyond,
+        call.v.shape[2] // call.k.shape[2], packing.all_rows,
+    )  # fmt: skip
+    facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}
+    launch(walk_chunks, (plan.pairs[1],), maps, walk, call.scale, **facts)
 
 
 def _hopper_gradients(
@@ -373,6 +416,10 @@ def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
 
     def walk(form: DeltaForm, states: ChunkStates, packing: Packing) -> None:
+        if _walks(plan, call, states):
+            begin, beyond = packing.begin, min(present, packing.begin + packing.span)
+            _hopper_walk(plan, call, 2, rows.data, grads.v, states, states.later, grads.beta, begin, beyond)
+            return
         args = plan.reads, rows, plan.matrices, states, grads, packing, call.scale
         launch(chain_gradients, plan.chains, *args, form=form, **facts)
 
@@ -417,6 +464,8 @@ def delta_bwd(
     made, starts = _segments(plan, call)
     chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None, made, starts))
     slices, sums = plan.packing.slices, dbeta
+    if _walks(plan, call, ChunkStates(*[None] * 6, made, starts)):
+        slices = 2
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
     rows = call.rows(do)
