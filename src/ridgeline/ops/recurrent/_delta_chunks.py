@@ -295,11 +295,10 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
         grid, ends = (packing.rooms * both.slices, plan.chains[1]), form._replace(OUT=False, ENDS=True)
         launch(chain_states, grid, *args, both, call.scale, form=ends, **facts)
         _join(plan, call, states, False)
-    if _walks(plan, call, states):
-        present = plan.parallel[0]
+    if _walks(plan, call):
         mode = 1 if o is None else 0
         out = states.solved if o is None else o
-        _hopper_walk(plan, call, mode, call.v, out, states, states.before, None, 0, present)
+        _hopper_walk(plan, call, mode, call.v, out, states, states.before, None, packing)
         return
     launch(chain_states, plan.chains, *args, packing, call.scale, form=form, **facts)
 
@@ -323,49 +322,52 @@ WALKS = True
 STAGES = 3, 4, 2
 
 
-def _walks(plan: Plan, call: DeltaCall, states: ChunkStates) -> bool:
+def _walks(plan: Plan, call: DeltaCall) -> bool:
     form = plan.form
     return (
-        WALKS and form.GATE == 1 and call.ends is None and states.made is None and form.K == form.V == 128
+        WALKS and form.GATE == 1 and form.K == form.V == 128
         and form.C == 64 and device.of(call.v).capability == 90
     )  # fmt: skip
 
 
-def _boxes(t: torch.Tensor, width: int) -> TensorMap:
-    return TensorMap(t.transpose(1, 2), (1, 1, 64, width), 128)
+def _boxes(t: torch.Tensor, width: int, packed: bool) -> TensorMap:
+    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), 64, width), 128, packed)
 
 
 def _hopper_walk(
     plan: Plan, call: DeltaCall, mode: int, rows: torch.Tensor, out: torch.Tensor, states: ChunkStates,
-    kept: Maybe, sums: Maybe, begin: int, beyond: int,
+    kept: Maybe, sums: Maybe, packing: Packing,
 ) -> None:  # fmt: skip
     """mode: 0 for outputs, 1 for states, 2 in reverse. rows: v or do. out: o, U or dv. kept: of states."""
-    m, packing = plan.matrices, plan.packing
+    m, packed = plan.matrices, call.ends is not None
     width, K = 2 * plan.form.C, plan.form.K
     both = m.pair[..., :width]
     decays = TensorMap(m.decays, (1, 1, 1, 4, plan.form.C))
     maps = WalkMaps(
-        _boxes(call.q, K), _boxes(call.k, K), _boxes(rows, 64), _boxes(both, 64), decays, _boxes(out, 64),
+        _boxes(call.q, K, packed), _boxes(call.k, K, packed), _boxes(rows, 64, packed), _boxes(both, 64, packed), decays, _boxes(out, 64, packed),
         None if kept is None else TensorMap(kept, (1, 1, 1, 64, K), 128),
-        _boxes(states.solved, 64) if mode == 2 else None,
+        _boxes(states.solved, 64, packed) if mode == 2 else None,
     )  # fmt: skip
     walk = Walk(
-        states.first, states.last, m.whole, sums, packing.tokens, packing.heads, packing.chunks, begin, beyond,
+        states.first, states.last, states.starts, m.whole, sums, packing.ends, packing.sequences, packing.tokens,
+        packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
         call.v.shape[2] // call.k.shape[2], packing.all_rows,
     )  # fmt: skip
     facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}
-    launch(walk_chunks, (plan.pairs[1],), maps, walk, call.scale, **facts)
+    launch(walk_chunks, (packing.rooms, plan.chains[1]), maps, walk, call.scale, **facts)
 
 
 def _hopper_gradients(
     plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, matrices: Matrices, grads: Grads, begin: int,
     grid: tuple[int, int],
 ) -> None:  # fmt: skip
-    K, V, C = plan.form.K, plan.form.V, plan.form.C
+    K, V = plan.form.K, plan.form.V
     single = grads.q.dtype == torch.float32
 
+    packed = call.ends is not None
+
     def tiles(t: torch.Tensor) -> TensorMap:
-        return TensorMap(t.transpose(1, 2), (1, 1, C, t.shape[3]), 128)
+        return _boxes(t, t.shape[3], packed)
 
     def squares(t: torch.Tensor) -> TensorMap:
         return TensorMap(t, (1, 1, 1, V, K), 128)
@@ -375,7 +377,8 @@ def _hopper_gradients(
     maps = ChunkMaps(*inputs, squares(states.before), squares(states.later), *made)
     packing = plan.packing
     numbers = ChunkNumbers(
-        matrices.decays, matrices.lengths, matrices.whole, grads.g, packing.tokens, packing.heads, packing.chunks,
+        matrices.decays, matrices.lengths, matrices.whole, grads.g, packing.ends, packing.sequences, packing.tokens,
+        packing.heads, packing.chunks,
         begin, call.v.shape[2] // call.k.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"PARTS": 1 if call.v.dtype == torch.bfloat16 else 2, "FLOAT": single, "num_warps": 4}
@@ -393,7 +396,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
     facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     grid = count, plan.parallel[1]
-    if plan.form.GATE == 1 and VARIANT == "gluon" and call.ends is None:
+    if plan.form.GATE == 1 and VARIANT == "gluon" and plan.form.K == plan.form.V == 128:
         _hopper_gradients(plan, call, rows, states, matrices, grads, begin, grid)
     elif plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
@@ -416,9 +419,8 @@ def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
 
     def walk(form: DeltaForm, states: ChunkStates, packing: Packing) -> None:
-        if _walks(plan, call, states):
-            begin, beyond = packing.begin, min(present, packing.begin + packing.span)
-            _hopper_walk(plan, call, 2, rows.data, grads.v, states, states.later, grads.beta, begin, beyond)
+        if _walks(plan, call) and not form.ENDS:
+            _hopper_walk(plan, call, 2, rows.data, grads.v, states, states.later, grads.beta, packing)
             return
         args = plan.reads, rows, plan.matrices, states, grads, packing, call.scale
         launch(chain_gradients, plan.chains, *args, form=form, **facts)
@@ -464,7 +466,7 @@ def delta_bwd(
     made, starts = _segments(plan, call)
     chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None, made, starts))
     slices, sums = plan.packing.slices, dbeta
-    if _walks(plan, call, ChunkStates(*[None] * 6, made, starts)):
+    if _walks(plan, call):
         slices = 2
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
-from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
+from ridgeline.tiles.warpgroup import flat, operand_layout, sequence_row, sums_layout
 
 C = gl.constexpr(64)  # rows of a chunk
 
@@ -45,11 +45,40 @@ class ChunkNumbers(NamedTuple):
     lengths: Any
     whole: Any
     dg: Any
+    ends: Any  # cu_seqlens or None
+    sequences: Any
     tokens: Any
     heads: Any
-    chunks: Any
+    chunks: Any  # room of a head
     begin: Any
     group: Any
+
+
+@gluon.jit
+def room_of(ends, n, unit):
+    """Where the chunks, or segments, of packed sequence n are kept: each has room for one more than it may need."""
+    return gl.load(ends + n) // unit + n
+
+
+@gluon.jit
+def sequence_at(ends, sequences, spot, unit):
+    """The last packed sequence whose room begins at `spot` or before."""
+    n, beyond = 0 * spot, 0 * spot + sequences
+    while beyond - n > 1:
+        middle = (n + beyond) // 2
+        here = room_of(ends, middle, unit) <= spot
+        n, beyond = gl.where(here, middle, n), gl.where(here, beyond, middle)
+    return n
+
+
+@gluon.jit
+def coordinates(ends, n, start, tokens, head, row, column):
+    """Of a sequence's row in a tensor map."""
+    if ends is None:
+        return n, head, row, column
+    else:
+        far, end, high = sequence_row(start, tokens, row)
+        return far, end, head, high, column
 
 
 @gluon.jit
@@ -124,14 +153,31 @@ def _product_sum(one, other, dtype: gl.constexpr, PIECES: gl.constexpr):
 @gluon.jit(do_not_specialize=["scale"])
 def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr, FLOAT: gl.constexpr):
     """PARTS: of bfloat16 that hold a term of the gate's sums."""
-    kind: gl.constexpr = maps.k.dtype
-    K: gl.constexpr = maps.k.block_type.shape[3]
-    BY_ROWS: gl.constexpr = sums_layout(C)
-    WIDE: gl.constexpr = sums_layout(K)
     head, spot = gl.program_id(1), gl.program_id(0)
     n, h = head // numbers.heads, head % numbers.heads
-    first = (numbers.begin + spot) * C
-    of_k = h // numbers.group
+    batch, chunk, start, tokens = n, numbers.begin + spot, 0 * n, 0 * n + numbers.tokens
+    if numbers.ends is not None:
+        n = sequence_at(numbers.ends, numbers.sequences, chunk, C)
+        chunk -= room_of(numbers.ends, n, C)
+        start = gl.load(numbers.ends + n)
+        tokens = gl.load(numbers.ends + n + 1) - start
+    first = chunk * C
+    if first < tokens:
+        _chunk(maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE, PARTS, FLOAT)
+
+
+@gluon.jit
+def _chunk(
+    maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE: gl.constexpr, PARTS: gl.constexpr,
+    FLOAT: gl.constexpr
+):  # fmt: skip
+    kind: gl.constexpr = maps.k.dtype
+    K: gl.constexpr = maps.k.block_type.shape[-1]
+    BY_ROWS: gl.constexpr = sums_layout(C)
+    WIDE: gl.constexpr = sums_layout(K)
+    own = coordinates(numbers.ends, n, start, tokens, h, first, 0)
+    shared = coordinates(numbers.ends, n, start, tokens, h // numbers.group, first, 0)
+    head = batch * numbers.heads + h
     u = gl.allocate_shared_memory(kind, maps.u.block_type.shape, maps.u.layout)
     q = gl.allocate_shared_memory(kind, maps.q.block_type.shape, maps.q.layout)
     k = gl.allocate_shared_memory(kind, maps.k.block_type.shape, maps.k.layout)
@@ -143,15 +189,15 @@ def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.con
     fence_async_shared()
     barrier()
     mbarrier.expect(ready.index(0), maps.u.block_type.nbytes + maps.do.block_type.nbytes)
-    load(maps.u, [n, h, first, 0], ready.index(0), u)
-    load(maps.do, [n, h, first, 0], ready.index(0), do)
+    load(maps.u, own, ready.index(0), u)
+    load(maps.do, own, ready.index(0), do)
     mbarrier.expect(ready.index(1), maps.q.block_type.nbytes + maps.k.block_type.nbytes)
-    load(maps.q, [n, of_k, first, 0], ready.index(1), q)
-    load(maps.k, [n, of_k, first, 0], ready.index(1), k)
+    load(maps.q, shared, ready.index(1), q)
+    load(maps.k, shared, ready.index(1), k)
     mbarrier.expect(ready.index(2), maps.dv.block_type.nbytes)
-    load(maps.dv, [n, h, first, 0], ready.index(2), dv)
+    load(maps.dv, own, ready.index(2), dv)
     mbarrier.expect(ready.index(3), maps.before.block_type.nbytes)
-    load(maps.before, [n, h, spot, 0, 0], ready.index(3), before)
+    load(maps.before, [batch, h, spot, 0, 0], ready.index(3), before)
     place = head.to(gl.int64) * numbers.chunks + spot
     decays, lengths = numbers.decays + place * (5 * C), numbers.decays
     if NORMALIZE:
@@ -215,13 +261,14 @@ def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.con
     dk = warpgroup_mma_wait(0, deps=(dk,))
     barrier()  # all have read the pairs and q
     mbarrier.expect(ready.index(4), maps.later.block_type.nbytes)
-    load(maps.later, [n, h, spot, 0, 0], ready.index(4), after)
+    load(maps.later, [batch, h, spot, 0, 0], ready.index(4), after)
     if NORMALIZE:
         dq = _through_lengths(dq, tq.load(WIDE).to(gl.float32), _row_numbers(lengths, WIDE))
         barrier()
-    left = numbers.tokens - first
-    row = ((n.to(gl.int64) * numbers.tokens + first) * numbers.heads + h) * K
-    _put(maps.dq, dq, q, [n, h, first, 0], row, numbers.heads * K, left, FLOAT)
+    left = tokens - first
+    token = batch.to(gl.int64) * numbers.tokens + start + first
+    row = (token * numbers.heads + h) * K
+    _put(maps.dq, dq, q, own, row, numbers.heads * K, left, FLOAT)
 
     # From the gradient of the state after it.
     mbarrier.wait(ready.index(4), 0)
@@ -248,11 +295,11 @@ def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.con
     if NORMALIZE:
         dk = _through_lengths(dk, wide, _row_numbers(lengths + C, WIDE))
     barrier()
-    _put(maps.dk, dk, space.index(space.type.shape[0] - 1), [n, h, first, 0], row, numbers.heads * K, left, FLOAT)
+    _put(maps.dk, dk, space.index(space.type.shape[0] - 1), own, row, numbers.heads * K, left, FLOAT)
     until = gl.convert_layout(until, gl.SliceLayout(0, BY_ROWS))[None, :]
     since = gl.convert_layout(since, gl.SliceLayout(0, BY_ROWS))[None, :]
     dg = gl.sum(gl.where(i > j, later + until, since + none), 1) + whole * held
     rows = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-    at = numbers.dg + (n.to(gl.int64) * numbers.tokens + first) * numbers.heads + h
+    at = numbers.dg + token * numbers.heads + h
     gl.store(at + rows * numbers.heads, dg, mask=rows < left)
     tma.store_wait(0)

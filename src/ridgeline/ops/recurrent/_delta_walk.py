@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ridgeline.ops.recurrent._delta_hopper import coordinates, room_of, sequence_at
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
@@ -39,17 +40,63 @@ class WalkMaps(NamedTuple):
 
 
 class Walk(NamedTuple):
-    first: Any  # (B heads, K, V) in float32 or None
+    first: Any  # (sequences, heads, K, V) in float32 or None
     last: Any
+    starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
     whole: Any  # a chunk's decay
     sums: Any  # of the gradient of beta, in reverse
+    ends: Any  # cu_seqlens or None
+    sequences: Any
     tokens: Any
     heads: Any
     chunks: Any  # room of a head
-    begin: Any
-    beyond: Any
+    begin: Any  # the first chunk
+    span: Any  # chunks of a segment
+    rooms: Any  # for segments, of a head
     group: Any
     all_rows: Any
+
+
+class Place(NamedTuple):
+    """Where a program is."""
+
+    batch: Any
+    n: Any  # its sequence
+    h: Any
+    start: Any  # the sequence's first token
+    tokens: Any
+    kept: Any  # where its first chunk is kept among a head's
+    room: Any  # where its segment is, among all heads'
+    first: Any  # whether the segment is the sequence's first
+    last: Any
+    low: Any  # the segment's first chunk
+    count: Any  # its chunks
+
+
+@gluon.jit
+def _place(walk):
+    head, spot = gl.program_id(1), gl.program_id(0)
+    n, h = head // walk.heads, head % walk.heads
+    batch, segment, start, tokens, kept = n, spot, 0 * n, 0 * n + walk.tokens, 0 * n
+    unit = walk.span * C
+    if walk.ends is not None:
+        n = sequence_at(walk.ends, walk.sequences, spot, unit)
+        segment = spot - room_of(walk.ends, n, unit)
+        start = gl.load(walk.ends + n)
+        tokens = gl.load(walk.ends + n + 1) - start
+        kept = room_of(walk.ends, n, C)
+    last = gl.maximum((tokens + unit - 1) // unit, 1) - 1
+    low = walk.begin + segment * walk.span
+    count = gl.maximum(gl.minimum(low + walk.span, (tokens + C - 1) // C) - low, 0)
+    if segment > last:
+        count = 0 * n - 1
+    room = head.to(gl.int64) * walk.rooms + spot
+    return Place(batch, n, h, start, tokens, kept, room, segment == 0, segment == last, low, count)
+
+
+@gluon.jit
+def _at(walk, place, head, chunk, column):
+    return coordinates(walk.ends, place.n, place.start, place.tokens, head, chunk * C, column)
 
 
 class Rings(NamedTuple):
@@ -65,70 +112,83 @@ class Rings(NamedTuple):
 
 
 @gluon.jit
-def _numbers_of(rings, place, row: gl.constexpr, LAYOUT: gl.constexpr):
+def _numbers_of(rings, stage, row: gl.constexpr, LAYOUT: gl.constexpr):
     """A number for each row of the chunk."""
-    tile = rings.decays.index(place)._reinterpret(gl.float32, [4, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile = rings.decays.index(stage)._reinterpret(gl.float32, [4, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return tile.index(row).load(gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
-def _begin_state(walk, head, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def _begin_state(walk, place, ME: gl.constexpr, REVERSE: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     LAYOUT: gl.constexpr = sums_layout(K)
+    column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
     state = gl.zeros([HALF, K], gl.float32, LAYOUT)
+    here = place.last if REVERSE else place.first
+    if walk.starts is None:
+        here = here | (place.count >= 0)  # not in segments
     if walk.first is not None:
-        column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-        depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
-        state = gl.load(walk.first + head.to(gl.int64) * (K * V) + (depth * V + column))
+        if here:
+            base = walk.first + (place.n * walk.heads + place.h).to(gl.int64) * (K * V)
+            state = gl.load(base + (depth * V + column))
+    if walk.starts is not None:
+        if not here:
+            state = gl.load(walk.starts + place.room * (K * V) + (column * K + depth))
     return state
 
 
 @gluon.jit
-def _end_state(walk, head, state, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def _end_state(walk, place, state, ME: gl.constexpr, REVERSE: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     LAYOUT: gl.constexpr = sums_layout(K)
+    there = place.first if REVERSE else place.last
+    if walk.starts is None:
+        there = there | (place.count >= 0)
     if walk.last is not None:
-        column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-        depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
-        gl.store(walk.last + head.to(gl.int64) * (K * V) + (depth * V + column), state)
+        if there:
+            column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+            depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
+            base = walk.last + (place.n * walk.heads + place.h).to(gl.int64) * (K * V)
+            gl.store(base + (depth * V + column), state)
 
 
 @gluon.jit
 def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.constexpr):
     """A warpgroup's columns of v. outs, kept: where its rows and its states leave shared memory."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
-    K: gl.constexpr = maps.k.block_type.shape[3]
+    K: gl.constexpr = maps.k.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
-    head = gl.program_id(0)
-    n, h = head // walk.heads, head % walk.heads
+    place = _place(walk)
+    own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
     none = gl.zeros([HALF, C], gl.float32, NARROW)
-    state = _begin_state(walk, head, ME, K, 2 * HALF)
+    state = _begin_state(walk, place, ME, False, K, 2 * HALF)
     out_tile = outs.index(ME)
-    for chunk in range(walk.begin, walk.beyond):
-        t = chunk - walk.begin
-        place, odd = t % STAGES, (t // STAGES) & 1
-        whole = gl.load(walk.whole + head.to(gl.int64) * walk.chunks + chunk)
+    for t in range(place.count):
+        chunk = place.low + t
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        whole = gl.load(walk.whole + own + chunk)
         low = state.to(kind)
         if not OUT:
             tma.store_wait(1)  # of the previous chunk's two, the states
             flat(kept.index(ME)).store(low)
             fence_async_shared()
-            store(maps.states, [n, h, chunk, ME * HALF, 0], kept.index(ME))
+            store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
         left = gl.convert_layout(low, operand_layout(NARROW))
-        mbarrier.wait(rings.ready.index(place), odd)
-        tk = flat(rings.k.index(place))
+        mbarrier.wait(rings.ready.index(stage), odd)
+        tk = flat(rings.k.index(stage))
         x = warpgroup_mma(left, tk.permute((1, 0)), none, use_acc=False, is_async=True)
         if OUT:
-            out = warpgroup_mma(left, flat(rings.q.index(place)).permute((1, 0)), none, use_acc=False, is_async=True)
-        tv = flat(rings.v.index(2 * place + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
-        factor = _numbers_of(rings, place, 3, NARROW)
+            out = warpgroup_mma(left, flat(rings.q.index(stage)).permute((1, 0)), none, use_acc=False, is_async=True)
+        tv = flat(rings.v.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+        factor = _numbers_of(rings, stage, 3, NARROW)
         if OUT:
             x = warpgroup_mma_wait(1, deps=(x,))
         else:
             x = warpgroup_mma_wait(0, deps=(x,))
-        x = tv - _numbers_of(rings, place, 1, NARROW) * x
+        x = tv - _numbers_of(rings, stage, 1, NARROW) * x
         y = gl.convert_layout((factor * x).to(kind), operand_layout(NARROW))
-        y = warpgroup_mma(y, flat(rings.solve.index(place)).permute((1, 0)), none, use_acc=False, is_async=True)
+        y = warpgroup_mma(y, flat(rings.solve.index(stage)).permute((1, 0)), none, use_acc=False, is_async=True)
         state *= whole
         if OUT:
             out, y = warpgroup_mma_wait(0, deps=(out, y))
@@ -136,13 +196,13 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
             y = warpgroup_mma_wait(0, deps=(y,))
         y = x - y
         u = factor * y
-        right = gl.convert_layout((_numbers_of(rings, place, 2, NARROW) * u).to(kind), operand_layout(WIDE))
+        right = gl.convert_layout((_numbers_of(rings, stage, 2, NARROW) * u).to(kind), operand_layout(WIDE))
         pending = warpgroup_mma(right, tk, state, is_async=True)
         if OUT:
-            out *= _numbers_of(rings, place, 0, NARROW)
+            out *= _numbers_of(rings, stage, 0, NARROW)
             right = gl.convert_layout(u.to(kind), operand_layout(NARROW))
             state = warpgroup_mma_wait(0, deps=(pending,))
-            out = warpgroup_mma(right, flat(rings.pair.index(place)).permute((1, 0)), out, is_async=True)
+            out = warpgroup_mma(right, flat(rings.pair.index(stage)).permute((1, 0)), out, is_async=True)
             out = warpgroup_mma_wait(0, deps=(out,))
             found = (scale * out).to(kind)
             tma.store_wait(0)
@@ -151,12 +211,13 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
             tma.store_wait(1)
         flat(out_tile).permute((1, 0)).store(found)
         fence_async_shared()
-        store(maps.rows, [n, h, chunk * C, ME * HALF], out_tile)
+        store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
         if not OUT:
             state = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
-        mbarrier.arrive(rings.free.index(place), count=1)
-    _end_state(walk, head, state, ME, K, 2 * HALF)
+        mbarrier.arrive(rings.free.index(stage), count=1)
+    if place.count >= 0:
+        _end_state(walk, place, state, ME, False, K, 2 * HALF)
     tma.store_wait(0)
 
 
@@ -164,35 +225,33 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
 def _fill(maps, walk, rings, MODE: gl.constexpr):
     """The warp that brings tiles. MODE: 0 for outputs, 1 for states, 2 in reverse."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
-    head = gl.program_id(0)
-    n, h = head // walk.heads, head % walk.heads
-    of_k = h // walk.group
+    place = _place(walk)
+    of_k = place.h // walk.group
     SIZE: gl.constexpr = (
         maps.k.block_type.nbytes + 2 * maps.v.block_type.nbytes + maps.squares.block_type.nbytes
         + maps.decays.block_type.nbytes
     )  # fmt: skip
     MORE: gl.constexpr = 0 if MODE == 1 else maps.q.block_type.nbytes + maps.squares.block_type.nbytes
     LAST: gl.constexpr = 2 * maps.solved.block_type.nbytes if MODE == 2 else 0
-    for t in range(walk.beyond - walk.begin):
-        place, odd = t % STAGES, (t // STAGES) & 1
-        chunk = walk.begin + t
+    for t in range(place.count):
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        chunk = place.low + t
         if MODE == 2:
-            chunk = walk.beyond - 1 - t
-        row = chunk * C
-        mbarrier.wait(rings.free.index(place), odd ^ 1)
-        ready = rings.ready.index(place)
+            chunk = place.low + place.count - 1 - t
+        mbarrier.wait(rings.free.index(stage), odd ^ 1)
+        ready = rings.ready.index(stage)
         mbarrier.expect(ready, SIZE + MORE + LAST)
-        load(maps.k, [n, of_k, row, 0], ready, rings.k.index(place))
-        load(maps.decays, [n, h, chunk, 0, 0], ready, rings.decays.index(place))
-        load(maps.v, [n, h, row, 0], ready, rings.v.index(2 * place))
-        load(maps.v, [n, h, row, HALF], ready, rings.v.index(2 * place + 1))
-        load(maps.squares, [n, h, row, C], ready, rings.solve.index(place))
+        load(maps.k, _at(walk, place, of_k, chunk, 0), ready, rings.k.index(stage))
+        load(maps.decays, [place.batch, place.h, place.kept + chunk, 0, 0], ready, rings.decays.index(stage))
+        load(maps.v, _at(walk, place, place.h, chunk, 0), ready, rings.v.index(2 * stage))
+        load(maps.v, _at(walk, place, place.h, chunk, HALF), ready, rings.v.index(2 * stage + 1))
+        load(maps.squares, _at(walk, place, place.h, chunk, C), ready, rings.solve.index(stage))
         if MODE != 1:
-            load(maps.squares, [n, h, row, 0], ready, rings.pair.index(place))
-            load(maps.q, [n, of_k, row, 0], ready, rings.q.index(place))
+            load(maps.squares, _at(walk, place, place.h, chunk, 0), ready, rings.pair.index(stage))
+            load(maps.q, _at(walk, place, of_k, chunk, 0), ready, rings.q.index(stage))
         if MODE == 2:
-            load(maps.solved, [n, h, row, 0], ready, rings.solved.index(2 * place))
-            load(maps.solved, [n, h, row, HALF], ready, rings.solved.index(2 * place + 1))
+            load(maps.solved, _at(walk, place, place.h, chunk, 0), ready, rings.solved.index(2 * stage))
+            load(maps.solved, _at(walk, place, place.h, chunk, HALF), ready, rings.solved.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -242,55 +301,57 @@ def walk_chunks(maps, walk, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
 def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale):
     """A warpgroup's columns of v with time reversed: the gradients of states, of v and of beta."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
-    K: gl.constexpr = maps.k.block_type.shape[3]
+    K: gl.constexpr = maps.k.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
-    head = gl.program_id(0)
-    n, h = head // walk.heads, head % walk.heads
+    place = _place(walk)
+    own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
     none = gl.zeros([HALF, C], gl.float32, NARROW)
-    state = _begin_state(walk, head, ME, K, 2 * HALF)
+    state = _begin_state(walk, place, ME, True, K, 2 * HALF)
     out_tile = outs.index(ME)
     rows = gl.arange(0, C, gl.SliceLayout(0, NARROW))
-    for t in range(walk.beyond - walk.begin):
-        chunk = walk.beyond - 1 - t
-        place, odd = t % STAGES, (t // STAGES) & 1
-        whole = gl.load(walk.whole + head.to(gl.int64) * walk.chunks + chunk)
+    for t in range(place.count):
+        chunk = place.low + place.count - 1 - t
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        whole = gl.load(walk.whole + own + chunk)
         low = state.to(kind)
         tma.store_wait(1)
         flat(kept.index(ME)).store(low)
         fence_async_shared()
-        store(maps.states, [n, h, chunk, ME * HALF, 0], kept.index(ME))
+        store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
         left = gl.convert_layout(low, operand_layout(NARROW))
-        mbarrier.wait(rings.ready.index(place), odd)
-        tk, tq = flat(rings.k.index(place)), flat(rings.q.index(place))
-        turned = flat(rings.v.index(2 * place + ME)).permute((1, 0))
+        mbarrier.wait(rings.ready.index(stage), odd)
+        tk, tq = flat(rings.k.index(stage)), flat(rings.q.index(stage))
+        turned = flat(rings.v.index(2 * stage + ME)).permute((1, 0))
         dx = warpgroup_mma(left, tk.permute((1, 0)), none, use_acc=False, is_async=True)
-        other = warpgroup_mma(turned, flat(rings.pair.index(place)), none, use_acc=False, is_async=True)
-        right = turned.load(NARROW).to(gl.float32) * (_numbers_of(rings, place, 0, NARROW) * scale)
+        other = warpgroup_mma(turned, flat(rings.pair.index(stage)), none, use_acc=False, is_async=True)
+        right = turned.load(NARROW).to(gl.float32) * (_numbers_of(rings, stage, 0, NARROW) * scale)
         right = gl.convert_layout(right.to(kind), operand_layout(WIDE))
         dx, other = warpgroup_mma_wait(0, deps=(dx, other))
-        factor = _numbers_of(rings, place, 3, NARROW)
-        dx = _numbers_of(rings, place, 2, NARROW) * dx + scale * other
+        factor = _numbers_of(rings, stage, 3, NARROW)
+        dx = _numbers_of(rings, stage, 2, NARROW) * dx + scale * other
         y = gl.convert_layout((factor * dx).to(kind), operand_layout(NARROW))
-        y = warpgroup_mma(y, flat(rings.solve.index(place)), none, use_acc=False, is_async=True)
+        y = warpgroup_mma(y, flat(rings.solve.index(stage)), none, use_acc=False, is_async=True)
         state *= whole
         y = warpgroup_mma_wait(0, deps=(y,))
         dx -= y
         dv = factor * dx
         state = warpgroup_mma(right, tq, state, is_async=True)
-        right = gl.convert_layout((-_numbers_of(rings, place, 1, NARROW) * dv).to(kind), operand_layout(WIDE))
+        right = gl.convert_layout((-_numbers_of(rings, stage, 1, NARROW) * dv).to(kind), operand_layout(WIDE))
         state = warpgroup_mma(right, tk, state, is_async=True)
-        solved = flat(rings.solved.index(2 * place + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+        solved = flat(rings.solved.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
         sums = gl.sum(dx * solved, 0)
-        at = walk.sums + ME * walk.all_rows + (n.to(gl.int64) * walk.tokens + chunk * C) * walk.heads + h
-        gl.store(at + rows * walk.heads, sums, mask=rows < walk.tokens - chunk * C)
+        token = place.batch.to(gl.int64) * walk.tokens + place.start + chunk * C
+        at = walk.sums + ME * walk.all_rows + token * walk.heads + place.h
+        gl.store(at + rows * walk.heads, sums, mask=rows < place.tokens - chunk * C)
         tma.store_wait(1)
         flat(out_tile).permute((1, 0)).store(dv.to(kind))
         fence_async_shared()
-        store(maps.rows, [n, h, chunk * C, ME * HALF], out_tile)
+        store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
         state = warpgroup_mma_wait(0, deps=(state,))
         barrier()
-        mbarrier.arrive(rings.free.index(place), count=1)
-    _end_state(walk, head, state, ME, K, 2 * HALF)
+        mbarrier.arrive(rings.free.index(stage), count=1)
+    if place.count >= 0:
+        _end_state(walk, place, state, ME, True, K, 2 * HALF)
     tma.store_wait(0)
