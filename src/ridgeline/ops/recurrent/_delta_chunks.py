@@ -298,7 +298,7 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
     if _walks(plan, call):
         mode = 1 if o is None else 0
         out = states.solved if o is None else o
-        _hopper_walk(plan, call, mode, call.v, out, states, states.before, None, packing)
+        _hopper_walk(plan, call, mode, call.v, out, states, states.before, (None, None), packing)
         return
     launch(chain_states, plan.chains, *args, packing, call.scale, form=form, **facts)
 
@@ -336,7 +336,7 @@ def _boxes(t: torch.Tensor, width: int, packed: bool) -> TensorMap:
 
 def _hopper_walk(
     plan: Plan, call: DeltaCall, mode: int, rows: torch.Tensor, out: torch.Tensor, states: ChunkStates,
-    kept: Maybe, sums: Maybe, packing: Packing,
+    kept: Maybe, sums: tuple[Maybe, Maybe], packing: Packing,
 ) -> None:  # fmt: skip
     """mode: 0 for outputs, 1 for states, 2 in reverse. rows: v or do. out: o, U or dv. kept: of states."""
     m, packed = plan.matrices, call.ends is not None
@@ -349,9 +349,9 @@ def _hopper_walk(
         _boxes(states.solved, 64, packed) if mode == 2 else None,
     )  # fmt: skip
     walk = Walk(
-        states.first, states.last, states.starts, m.whole, sums, packing.ends, packing.sequences, packing.tokens,
+        states.first, states.last, states.starts, m.whole, *sums, packing.ends, packing.sequences, packing.tokens,
         packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
-        call.v.shape[2] // call.k.shape[2], packing.all_rows,
+        call.v.shape[2] // call.k.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}
     launch(walk_chunks, (packing.rooms, plan.chains[1]), maps, walk, call.scale, **facts)
@@ -413,14 +413,14 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
 
 
-def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int) -> None:
+def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int, other: Maybe) -> None:
     """The chain in reverse and the gradients of its chunks, `some` chunks at a time if not 0."""
     form, packing, present = plan.form._replace(BV=plan.tiles.chain), plan.packing, plan.parallel[0]
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
 
     def walk(form: DeltaForm, states: ChunkStates, packing: Packing) -> None:
         if _walks(plan, call) and not form.ENDS:
-            _hopper_walk(plan, call, 2, rows.data, grads.v, states, states.later, grads.beta, packing)
+            _hopper_walk(plan, call, 2, rows.data, grads.v, states, states.later, (grads.beta, other), packing)
             return
         args = plan.reads, rows, plan.matrices, states, grads, packing, call.scale
         launch(chain_gradients, plan.chains, *args, form=form, **facts)
@@ -466,13 +466,14 @@ def delta_bwd(
     made, starts = _segments(plan, call)
     chain(plan, call, None, ChunkStates(call.first, None, before, None, solved, None, made, starts))
     slices, sums = plan.packing.slices, dbeta
-    if _walks(plan, call):
-        slices = 2
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
     rows = call.rows(do)
     assert rows is not None
     states = ChunkStates(dlast, dfirst, before, later, solved, turned, made, starts)
-    _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some)
+    other = torch.empty_like(dbeta) if dbeta is not None and _walks(plan, call) else None
+    _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some, other)
+    if dbeta is not None and other is not None:
+        dbeta += other
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)

@@ -44,7 +44,8 @@ class Walk(NamedTuple):
     last: Any
     starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
     whole: Any  # a chunk's decay
-    sums: Any  # of the gradient of beta, in reverse
+    sums: Any  # of the gradient of beta over the first half of v's columns, in reverse
+    others: Any  # over the second half
     ends: Any  # cu_seqlens or None
     sequences: Any
     tokens: Any
@@ -54,7 +55,6 @@ class Walk(NamedTuple):
     span: Any  # chunks of a segment
     rooms: Any  # for segments, of a head
     group: Any
-    all_rows: Any
 
 
 class Place(NamedTuple):
@@ -343,7 +343,7 @@ def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale):
         solved = flat(rings.solved.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
         sums = gl.sum(dx * solved, 0)
         token = place.batch.to(gl.int64) * walk.tokens + place.start + chunk * C
-        at = walk.sums + ME * walk.all_rows + token * walk.heads + place.h
+        at = (walk.others if ME else walk.sums) + token * walk.heads + place.h
         gl.store(at + rows * walk.heads, sums, mask=rows < place.tokens - chunk * C)
         tma.store_wait(1)
         flat(out_tile).permute((1, 0)).store(dv.to(kind))
