@@ -302,9 +302,11 @@ def _apart(g, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     if form.SINGLE:  # differences of running sums would round
         apart = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
+        found = tl.where(i >= j, decay_of(tl.where(i > j, apart, 0.0), form), 0.0)
     else:
-        apart = tl.cumsum(g, 0)[:, None] - tl.cumsum(g, 0)[None, :]
-    return tl.where(i >= j, decay_of(tl.where(i > j, apart, 0.0), form), 0.0)
+        sums = tl.cumsum(g, 0) * 1.4426950408889634
+        found = tl.exp2(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
+    return found
 
 
 @triton.jit

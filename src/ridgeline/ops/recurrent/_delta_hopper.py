@@ -104,14 +104,6 @@ def _column_numbers(place, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _weights(sums, LAYOUT: gl.constexpr):
-    """e^(G_i - G_j) for j <= i, else 0."""
-    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    apart = _row_numbers(sums, LAYOUT)[:, None] - _column_numbers(sums, LAYOUT)[None, :]
-    return gl.exp2(gl.where(i >= j, apart, float("-inf")))
-
-
-@gluon.jit
 def _through_lengths(found, wide, shrink):
     """From the gradient of rows whose lengths are constants that of the rows."""
     return found - wide * (shrink * shrink * gl.sum(found * wide, 1))[:, None]
@@ -150,9 +142,189 @@ def _product_sum(one, other, dtype: gl.constexpr, PIECES: gl.constexpr):
     return gl.sum(gl.sum(sums, 1), 0)
 
 
+@gluon.jit
+def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr):
+    """The gradients of the weights of q with k and of k with k; and the sum of both times these weights, in PARTS parts
+    of bfloat16."""
+    u, do, dv, q, k = tiles
+    LAYOUT: gl.constexpr = sums_layout(C)
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    mbarrier.wait(ready.index(0), 0)
+    found = warpgroup_mma(do, u.permute((1, 0)), none, use_acc=False, is_async=True)
+    by_column = _column_numbers(decays + 3 * C, LAYOUT)
+    by_row_q = gl.full([C], scale, gl.float32, gl.SliceLayout(1, LAYOUT))
+    by_row_k = gl.full([C], -1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    if NORMALIZE:
+        by_column *= _column_numbers(lengths + C, LAYOUT)
+        by_row_q *= _row_numbers(lengths, LAYOUT)
+        by_row_k *= _row_numbers(lengths + C, LAYOUT)
+    apart = _row_numbers(decays + 4 * C, LAYOUT)[:, None] - _column_numbers(decays + 4 * C, LAYOUT)[None, :]
+    weights = gl.exp2(gl.where(i >= j, apart, float("-inf"))) * by_column[None, :]
+    mbarrier.wait(ready.index(1), 0)
+    seen = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    found, seen = warpgroup_mma_wait(0, deps=(found, seen))
+    pairs_q = weights * found * by_row_q[:, None]
+    both = pairs_q * seen
+    pairs_q = pairs_q.to(q.dtype)
+    mbarrier.wait(ready.index(2), 0)
+    found = warpgroup_mma(dv, u.permute((1, 0)), none, use_acc=False, is_async=True)
+    seen = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    weights = gl.where(i > j, weights, 0.0) * by_row_k[:, None]
+    found, seen = warpgroup_mma_wait(0, deps=(found, seen))
+    pairs_k = weights * found
+    both += pairs_k * seen
+    high = both.to(gl.bfloat16)
+    low = high
+    if PARTS > 1:
+        low = (both - high.to(gl.float32)).to(gl.bfloat16)
+    return pairs_q, pairs_k.to(q.dtype), high, low
+
+
+@gluon.jit
+def _from_before(tiles, squares, before, pairs_q, pairs_k, decays, scale, K: gl.constexpr):
+    """The gradients of q, and of k but for what the state after the chunk brings, and each row's part of its gate's
+    gradient by the state before the chunk."""
+    _u, do, dv, q, k = tiles
+    LAYOUT: gl.constexpr = sums_layout(K)
+    none = gl.zeros([C, K], gl.float32, LAYOUT)
+    dq = warpgroup_mma(do, before, none, use_acc=False, is_async=True)
+    dk = warpgroup_mma(dv, before, none, use_acc=False, is_async=True)
+    dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
+    barrier()  # all have read do and dv, in whose place the pairs lie now
+    squares.index(0).store(pairs_q)
+    squares.index(1).store(pairs_k)
+    fence_async_shared()
+    barrier()
+    dq *= (scale * _row_numbers(decays, LAYOUT))[:, None]
+    since = gl.sum(q.load(LAYOUT).to(gl.float32) * dq, 1)
+    dq = warpgroup_mma(squares.index(0), k, dq, is_async=True)
+    dk *= -_row_numbers(decays + C, LAYOUT)[:, None]
+    since += gl.sum(k.load(LAYOUT).to(gl.float32) * dk, 1)
+    dq = warpgroup_mma_wait(0, deps=(dq,))
+    dk = warpgroup_mma(squares.index(1), k, dk, is_async=True)
+    dk = warpgroup_mma(squares.index(1).permute((1, 0)), k, dk, is_async=True)
+    dk = warpgroup_mma(squares.index(0).permute((1, 0)), q, dk, is_async=True)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    barrier()  # all have read the pairs and q
+    return dq, dk, since
+
+
+@gluon.jit
+def _start_sums(terms, high, low, PARTS: gl.constexpr):
+    """Starts the sums of `both` over a gate's row and later ones, a row for each gate."""
+    LAYOUT: gl.constexpr = high.type.layout
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    terms.index(0).store(high)
+    if PARTS > 1:
+        terms.index(1).store(low)
+    fence_async_shared()
+    barrier()
+    chosen = gl.convert_layout(gl.where(j >= i, 1.0, none).to(gl.bfloat16), operand_layout(LAYOUT))
+    later = warpgroup_mma(chosen, terms.index(0), none, use_acc=False, is_async=True)
+    if PARTS > 1:
+        later = warpgroup_mma(chosen, terms.index(1), later, is_async=True)
+    return later
+
+
+@gluon.jit
+def _of_gates(later, since, until):
+    """For each gate the sum over pairs of an earlier row and its row or a later one, and of these rows' own parts."""
+    LAYOUT: gl.constexpr = later.type.layout
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    none = gl.zeros([C, C], gl.float32, LAYOUT)
+    until = gl.convert_layout(until, gl.SliceLayout(0, LAYOUT))[None, :]
+    since = gl.convert_layout(since, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.sum(gl.where(i > j, later + until, since + none), 1)
+
+
+@gluon.jit
+def _load_rows(maps, ready, tiles, own, shared):
+    u, do, dv, q, k = tiles
+    mbarrier.expect(ready.index(0), maps.u.block_type.nbytes + maps.do.block_type.nbytes)
+    load(maps.u, own, ready.index(0), u)
+    load(maps.do, own, ready.index(0), do)
+    mbarrier.expect(ready.index(1), maps.q.block_type.nbytes + maps.k.block_type.nbytes)
+    load(maps.q, shared, ready.index(1), q)
+    load(maps.k, shared, ready.index(1), k)
+    mbarrier.expect(ready.index(2), maps.dv.block_type.nbytes)
+    load(maps.dv, own, ready.index(2), dv)
+
+
+@gluon.jit
+def _load_states(source, at, ready, to):
+    mbarrier.expect(ready, source.block_type.nbytes)
+    load(source, at, ready, to)
+
+
+@gluon.jit
+def _chunk(
+    maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE: gl.constexpr, PARTS: gl.constexpr,
+    FLOAT: gl.constexpr
+):  # fmt: skip
+    """A chunk's gradients. Places are used again: the pairs and then the gradient of the state lie where do and dv
+    were, dq where q was, dk and what is summed for the gate where the state before the chunk was."""
+    kind: gl.constexpr = maps.k.dtype
+    K: gl.constexpr = maps.k.block_type.shape[-1]
+    V: gl.constexpr = maps.u.block_type.shape[-1]
+    LAYOUT: gl.constexpr = sums_layout(K)
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    own = coordinates(numbers.ends, n, start, tokens, h, first, 0)
+    shared = coordinates(numbers.ends, n, start, tokens, h // numbers.group, first, 0)
+    u = gl.allocate_shared_memory(kind, maps.u.block_type.shape, maps.u.layout)
+    q = gl.allocate_shared_memory(kind, maps.q.block_type.shape, maps.q.layout)
+    k = gl.allocate_shared_memory(kind, maps.k.block_type.shape, maps.k.layout)
+    given = gl.allocate_shared_memory(kind, [2] + maps.do.block_type.shape, maps.do.layout)
+    before = gl.allocate_shared_memory(kind, maps.before.block_type.shape, maps.before.layout)
+    after = given._reinterpret(kind, maps.later.block_type.shape, maps.later.layout)
+    squares = given._reinterpret(kind, [2 * V // C, C, C], square)
+    terms = before._reinterpret(gl.bfloat16, [V * K // C // C, C, C], square)
+    room = before._reinterpret(kind, [V // C] + maps.k.block_type.shape, maps.k.layout)
+    ready = make_barriers(5, 1)
+    fence_async_shared()
+    barrier()
+    _load_rows(maps, ready, (u, given.index(0), given.index(1), q, k), own, shared)
+    _load_states(maps.before, [batch, h, spot, 0, 0], ready.index(3), before)
+    place = (batch * numbers.heads + h).to(gl.int64) * numbers.chunks + spot
+    decays, lengths = numbers.decays + place * (5 * C), numbers.decays
+    if NORMALIZE:
+        lengths = numbers.lengths + place * (2 * C)
+    whole = gl.load(numbers.whole + place)
+    tiles = flat(u), flat(given.index(0)), flat(given.index(1)), flat(q), flat(k)
+    pairs_q, pairs_k, high, low = _pairs(tiles, ready, decays, lengths, scale, NORMALIZE, PARTS)
+    mbarrier.wait(ready.index(3), 0)
+    dq, dk, since = _from_before(tiles, squares, flat(before), pairs_q, pairs_k, decays, scale, K)
+    _load_states(maps.later, [batch, h, spot, 0, 0], ready.index(4), after)
+    if NORMALIZE:
+        dq = _through_lengths(dq, flat(q).load(LAYOUT).to(gl.float32), _row_numbers(lengths, LAYOUT))
+        barrier()
+    token = batch.to(gl.int64) * numbers.tokens + start + first
+    row, left = (token * numbers.heads + h) * K, tokens - first
+    _put(maps.dq, dq, q, own, row, numbers.heads * K, left, FLOAT)
+    mbarrier.wait(ready.index(4), 0)
+    found = warpgroup_mma(flat(u), flat(after), gl.zeros([C, K], gl.float32, LAYOUT), use_acc=False, is_async=True)
+    held = _product_sum(before, after, kind, 4)
+    barrier()  # all have read the state before
+    later = _start_sums(terms, high, low, PARTS)
+    found, later = warpgroup_mma_wait(0, deps=(found, later))
+    found *= (_row_numbers(decays + 2 * C, LAYOUT) * _row_numbers(decays + 3 * C, LAYOUT))[:, None]
+    wide = flat(k).load(LAYOUT).to(gl.float32)
+    until = gl.sum(wide * found, 1)
+    dk += found
+    if NORMALIZE:
+        dk = _through_lengths(dk, wide, _row_numbers(lengths + C, LAYOUT))
+    barrier()
+    _put(maps.dk, dk, room.index(V // C - 1), own, row, numbers.heads * K, left, FLOAT)
+    dg = _of_gates(later, since, until) + whole * held
+    rows = gl.arange(0, C, gl.SliceLayout(1, sums_layout(C)))
+    gl.store(numbers.dg + token * numbers.heads + h + rows * numbers.heads, dg, mask=rows < left)
+    tma.store_wait(0)
+
+
 @gluon.jit(do_not_specialize=["scale"])
 def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr, FLOAT: gl.constexpr):
-    """PARTS: of bfloat16 that hold a term of the gate's sums."""
+    """A chunk of a head. PARTS: of bfloat16 that hold a term of the gate's sums. FLOAT: dq and dk are in float32."""
     head, spot = gl.program_id(1), gl.program_id(0)
     n, h = head // numbers.heads, head % numbers.heads
     batch, chunk, start, tokens = n, numbers.begin + spot, 0 * n, 0 * n + numbers.tokens
@@ -164,142 +336,3 @@ def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.con
     first = chunk * C
     if first < tokens:
         _chunk(maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE, PARTS, FLOAT)
-
-
-@gluon.jit
-def _chunk(
-    maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE: gl.constexpr, PARTS: gl.constexpr,
-    FLOAT: gl.constexpr
-):  # fmt: skip
-    kind: gl.constexpr = maps.k.dtype
-    K: gl.constexpr = maps.k.block_type.shape[-1]
-    BY_ROWS: gl.constexpr = sums_layout(C)
-    WIDE: gl.constexpr = sums_layout(K)
-    own = coordinates(numbers.ends, n, start, tokens, h, first, 0)
-    shared = coordinates(numbers.ends, n, start, tokens, h // numbers.group, first, 0)
-    head = batch * numbers.heads + h
-    u = gl.allocate_shared_memory(kind, maps.u.block_type.shape, maps.u.layout)
-    q = gl.allocate_shared_memory(kind, maps.q.block_type.shape, maps.q.layout)
-    k = gl.allocate_shared_memory(kind, maps.k.block_type.shape, maps.k.layout)
-    given = gl.allocate_shared_memory(kind, [2] + maps.do.block_type.shape, maps.do.layout)
-    before = gl.allocate_shared_memory(kind, maps.before.block_type.shape, maps.before.layout)
-    do, dv = given.index(0), given.index(1)
-    after = given._reinterpret(kind, maps.later.block_type.shape, maps.later.layout)
-    ready = make_barriers(5, 1)
-    fence_async_shared()
-    barrier()
-    mbarrier.expect(ready.index(0), maps.u.block_type.nbytes + maps.do.block_type.nbytes)
-    load(maps.u, own, ready.index(0), u)
-    load(maps.do, own, ready.index(0), do)
-    mbarrier.expect(ready.index(1), maps.q.block_type.nbytes + maps.k.block_type.nbytes)
-    load(maps.q, shared, ready.index(1), q)
-    load(maps.k, shared, ready.index(1), k)
-    mbarrier.expect(ready.index(2), maps.dv.block_type.nbytes)
-    load(maps.dv, own, ready.index(2), dv)
-    mbarrier.expect(ready.index(3), maps.before.block_type.nbytes)
-    load(maps.before, [batch, h, spot, 0, 0], ready.index(3), before)
-    place = head.to(gl.int64) * numbers.chunks + spot
-    decays, lengths = numbers.decays + place * (5 * C), numbers.decays
-    if NORMALIZE:
-        lengths = numbers.lengths + place * (2 * C)
-    whole = gl.load(numbers.whole + place)
-    tu, tdo, tdv, tq, tk = flat(u), flat(do), flat(dv), flat(q), flat(k)
-    i, j = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))[:, None], gl.arange(0, C, gl.SliceLayout(0, BY_ROWS))[None, :]
-    none = gl.zeros([C, C], gl.float32, BY_ROWS)
-    far = gl.zeros([C, K], gl.float32, WIDE)
-
-    # The pairs' gradients and their transposes, and both ways of k's pairs as one matrix.
-    mbarrier.wait(ready.index(0), 0)
-    one = warpgroup_mma(tdo, tu.permute((1, 0)), none, use_acc=False, is_async=True)
-    by_column = _column_numbers(decays + 3 * C, BY_ROWS)
-    by_row_q = gl.full([C], scale, gl.float32, gl.SliceLayout(1, BY_ROWS))
-    by_row_k = gl.full([C], -1.0, gl.float32, gl.SliceLayout(1, BY_ROWS))
-    if NORMALIZE:
-        by_column *= _column_numbers(lengths + C, BY_ROWS)
-        by_row_q *= _row_numbers(lengths, BY_ROWS)
-        by_row_k *= _row_numbers(lengths + C, BY_ROWS)
-    weights = _weights(decays + 4 * C, BY_ROWS) * by_column[None, :]
-    mbarrier.wait(ready.index(1), 0)
-    seen = warpgroup_mma(tq, tk.permute((1, 0)), none, use_acc=False, is_async=True)
-    one, seen = warpgroup_mma_wait(0, deps=(one, seen))
-    pairs_q = weights * one * by_row_q[:, None]
-    both = pairs_q * seen
-    pairs_q = pairs_q.to(kind)
-    mbarrier.wait(ready.index(2), 0)
-    one = warpgroup_mma(tdv, tu.permute((1, 0)), none, use_acc=False, is_async=True)
-    seen = warpgroup_mma(tk, tk.permute((1, 0)), none, use_acc=False, is_async=True)
-    weights = gl.where(i > j, weights, 0.0) * by_row_k[:, None]
-    one, seen = warpgroup_mma_wait(0, deps=(one, seen))
-    pairs_k = weights * one
-    both += pairs_k * seen
-    pairs_k = pairs_k.to(kind)
-    high = both.to(gl.bfloat16)
-    low = high
-    if PARTS > 1:
-        low = (both - high.to(gl.float32)).to(gl.bfloat16)
-
-    # From the state before the chunk.
-    mbarrier.wait(ready.index(3), 0)
-    dq = warpgroup_mma(tdo, flat(before), far, use_acc=False, is_async=True)
-    dk = warpgroup_mma(tdv, flat(before), far, use_acc=False, is_async=True)
-    dq, dk = warpgroup_mma_wait(0, deps=(dq, dk))
-    barrier()  # all have read do and dv
-    squares = given._reinterpret(kind, [2 * given.type.shape[-1] // C, C, C], gl.NVMMASharedLayout(128, 16, 2))
-    squares.index(0).store(pairs_q)
-    squares.index(1).store(pairs_k)
-    fence_async_shared()
-    barrier()
-    dq *= (scale * _row_numbers(decays, WIDE))[:, None]
-    since = gl.sum(tq.load(WIDE).to(gl.float32) * dq, 1)
-    dq = warpgroup_mma(squares.index(0), tk, dq, is_async=True)
-    dk *= -_row_numbers(decays + C, WIDE)[:, None]
-    since += gl.sum(tk.load(WIDE).to(gl.float32) * dk, 1)
-    dq = warpgroup_mma_wait(0, deps=(dq,))
-    dk = warpgroup_mma(squares.index(1), tk, dk, is_async=True)
-    dk = warpgroup_mma(squares.index(1).permute((1, 0)), tk, dk, is_async=True)
-    dk = warpgroup_mma(squares.index(0).permute((1, 0)), tq, dk, is_async=True)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
-    barrier()  # all have read the pairs and q
-    mbarrier.expect(ready.index(4), maps.later.block_type.nbytes)
-    load(maps.later, [batch, h, spot, 0, 0], ready.index(4), after)
-    if NORMALIZE:
-        dq = _through_lengths(dq, tq.load(WIDE).to(gl.float32), _row_numbers(lengths, WIDE))
-        barrier()
-    left = tokens - first
-    token = batch.to(gl.int64) * numbers.tokens + start + first
-    row = (token * numbers.heads + h) * K
-    _put(maps.dq, dq, q, own, row, numbers.heads * K, left, FLOAT)
-
-    # From the gradient of the state after it.
-    mbarrier.wait(ready.index(4), 0)
-    db = warpgroup_mma(tu, flat(after), far, use_acc=False, is_async=True)
-    held = _product_sum(before, after, kind, 4)
-    barrier()  # all have read the state before
-    space = before._reinterpret(kind, [before.type.shape[-2] // C] + maps.k.block_type.shape, maps.k.layout)
-    terms = before._reinterpret(gl.bfloat16, [before.type.shape[-2] * K // C // C, C, C], gl.NVMMASharedLayout(128, 16, 2))
-    terms.index(0).store(high)
-    if PARTS > 1:
-        terms.index(1).store(low)
-    fence_async_shared()
-    barrier()
-    chosen = gl.where(j >= i, 1.0, none).to(gl.bfloat16)
-    chosen = gl.convert_layout(chosen, operand_layout(BY_ROWS))
-    later = warpgroup_mma(chosen, terms.index(0), none, use_acc=False, is_async=True)
-    if PARTS > 1:
-        later = warpgroup_mma(chosen, terms.index(1), later, is_async=True)
-    db, later = warpgroup_mma_wait(0, deps=(db, later))
-    db *= (_row_numbers(decays + 2 * C, WIDE) * _row_numbers(decays + 3 * C, WIDE))[:, None]
-    wide = tk.load(WIDE).to(gl.float32)
-    until = gl.sum(wide * db, 1)
-    dk += db
-    if NORMALIZE:
-        dk = _through_lengths(dk, wide, _row_numbers(lengths + C, WIDE))
-    barrier()
-    _put(maps.dk, dk, space.index(space.type.shape[0] - 1), own, row, numbers.heads * K, left, FLOAT)
-    until = gl.convert_layout(until, gl.SliceLayout(0, BY_ROWS))[None, :]
-    since = gl.convert_layout(since, gl.SliceLayout(0, BY_ROWS))[None, :]
-    dg = gl.sum(gl.where(i > j, later + until, since + none), 1) + whole * held
-    rows = gl.arange(0, C, gl.SliceLayout(1, BY_ROWS))
-    at = numbers.dg + token * numbers.heads + h
-    gl.store(at + rows * numbers.heads, dg, mask=rows < left)
-    tma.store_wait(0)
