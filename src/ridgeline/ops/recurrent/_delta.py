@@ -445,19 +445,21 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     far, left = tl.cast(first, tl.int64), tokens - first
     from_q = find_head(q, n, h, packing.ends, start) + far * q.token
     from_k = find_head(k, n, h, packing.ends, start) + far * k.token
+    from_g = find_head(gate, n, h, packing.ends, start)
+    from_beta = find_head(beta, n, h, packing.ends, start) + far * beta.token
+    g = _gates(gate, from_g, first, depth, tokens, 0, form)  # all loads before what waits for them
+    soon = _gates(gate, from_g, first, depth, tokens, 1, form)
+    factor = tl.load(from_beta + row * beta.token, mask=row < left, other=0.0).to(tl.float32)
     tq = _near_tile(from_q, q.token, row, depth, left, form.K, form.BK)
     tk = _near_tile(from_k, k.token, row, depth, left, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
-    g, late, _early, after, whole = _decays(
-        gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, form
-    )  # fmt: skip
+    sums = tl.cumsum(g, 0)
+    late, after, whole = decay_of(sums, form), decay_of(tl.cumsum(soon, 0, reverse=True), form), decay_of(tl.sum(g, 0), form)
     keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
-    from_beta = find_head(beta, n, h, packing.ends, start) + far * beta.token
-    factor = tl.load(from_beta + row * beta.token, mask=row < left, other=0.0).to(tl.float32)
     keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
-    tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), tl.cumsum(g, 0) * 1.4426950408889634)
+    tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), sums * 1.4426950408889634)
     weights = _apart(g, form) * shrink_k[None, :]
     place, step = _squares(matrices, packing, n, h, start, spot, form)
     at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
