@@ -10,6 +10,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
+from ridgeline.ops.recurrent import _delta_hopper as hopper
 from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
@@ -32,9 +33,6 @@ from ridgeline.ops.recurrent._delta_channels import (
     half_pairs_by_channel,
     write_block_masks,
 )
-from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent._delta_hopper import ChunkMaps, ChunkNumbers, chunk_gradients
-from ridgeline.ops.recurrent._delta_walk import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None
@@ -110,6 +108,7 @@ class Plan(NamedTuple):
     reads: Reads
     matrices: Matrices
     masks: BlockMasks | None  # with a gate per channel in half precision
+    hopper: bool  # whether `_delta_hopper.py` goes through the chunks
 
 
 def _thrice(gpu: device.Device) -> str:
@@ -247,7 +246,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     plan = Plan(
         form, tiles, packing, (present, axis), (packing.rooms * packing.slices, axis),
         (packing.slices, packing.sequences * HV), tensors, reads, matrices,
-        block_masks(form, call) if gate == 2 and not form.SINGLE else None,
+        block_masks(form, call) if gate == 2 and not form.SINGLE else None, hopper.serves(call),
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
     if tiles.registers is not None:
@@ -290,15 +289,17 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
     args, packing = (plan.reads, plan.tensors[2], call.rows(o), plan.matrices, states), plan.packing
     form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
-    if states.made is not None:
+    if states.made is not None and plan.hopper:
+        hopper.walk(plan, call, hopper.STATES, call.v, None, states, None, (None, None), packing)
+        _join(plan, call, states, False)
+    elif states.made is not None:
         both = packing._replace(slices=packing.slices + -(-form.K // form.BV))
         grid, ends = (packing.rooms * both.slices, plan.chains[1]), form._replace(OUT=False, ENDS=True)
         launch(chain_states, grid, *args, both, call.scale, form=ends, **facts)
         _join(plan, call, states, False)
-    if _walks(plan, call):
-        mode = 1 if o is None else 0
-        out = states.solved if o is None else o
-        _hopper_walk(plan, call, mode, call.v, out, states, states.before, (None, None), packing)
+    if plan.hopper:
+        mode, out = (hopper.STATES, states.solved) if o is None else (hopper.OUTPUTS, o)
+        hopper.walk(plan, call, mode, call.v, out, states, states.before, (None, None), packing)
         return
     launch(chain_states, plan.chains, *args, packing, call.scale, form=form, **facts)
 
@@ -317,74 +318,6 @@ def _from(t: Maybe, chunk: int) -> Maybe:
     return None if t is None else t[:, :, chunk:]
 
 
-VARIANT = "gluon"
-WALKS = True
-STAGES = 3, 4, 2
-
-
-def _walks(plan: Plan, call: DeltaCall) -> bool:
-    form = plan.form
-    return (
-        WALKS and form.GATE == 1 and form.K == form.V == 128
-        and form.C == 64 and device.of(call.v).capability == 90
-    )  # fmt: skip
-
-
-def _boxes(t: torch.Tensor, width: int, packed: bool) -> TensorMap:
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), 64, width), 128, packed)
-
-
-def _hopper_walk(
-    plan: Plan, call: DeltaCall, mode: int, rows: torch.Tensor, out: torch.Tensor, states: ChunkStates,
-    kept: Maybe, sums: tuple[Maybe, Maybe], packing: Packing,
-) -> None:  # fmt: skip
-    """mode: 0 for outputs, 1 for states, 2 in reverse. rows: v or do. out: o, U or dv. kept: of states."""
-    m, packed = plan.matrices, call.ends is not None
-    width, K = 2 * plan.form.C, plan.form.K
-    both = m.pair[..., :width]
-    decays = TensorMap(m.decays, (1, 1, 1, 4, plan.form.C))
-    maps = WalkMaps(
-        _boxes(call.q, K, packed), _boxes(call.k, K, packed), _boxes(rows, 64, packed), _boxes(both, 64, packed), decays, _boxes(out, 64, packed),
-        None if kept is None else TensorMap(kept, (1, 1, 1, 64, K), 128),
-        _boxes(states.solved, 64, packed) if mode == 2 else None,
-    )  # fmt: skip
-    walk = Walk(
-        states.first, states.last, states.starts, m.whole, *sums, packing.ends, packing.sequences, packing.tokens,
-        packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
-        call.v.shape[2] // call.k.shape[2],
-    )  # fmt: skip
-    facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}
-    launch(walk_chunks, (packing.rooms, plan.chains[1]), maps, walk, call.scale, **facts)
-
-
-def _hopper_gradients(
-    plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, matrices: Matrices, grads: Grads, begin: int,
-    grid: tuple[int, int],
-) -> None:  # fmt: skip
-    K, V = plan.form.K, plan.form.V
-    single = grads.q.dtype == torch.float32
-
-    packed = call.ends is not None
-
-    def tiles(t: torch.Tensor) -> TensorMap:
-        return _boxes(t, t.shape[3], packed)
-
-    def squares(t: torch.Tensor) -> TensorMap:
-        return TensorMap(t, (1, 1, 1, V, K), 128)
-
-    made = (grads.q, grads.k) if single else (tiles(grads.q), tiles(grads.k))
-    inputs = [tiles(t) for t in (call.q, call.k, rows.data, grads.v, states.solved)]
-    maps = ChunkMaps(*inputs, squares(states.before), squares(states.later), *made)
-    packing = plan.packing
-    numbers = ChunkNumbers(
-        matrices.decays, matrices.lengths, matrices.whole, grads.g, packing.ends, packing.sequences, packing.tokens,
-        packing.heads, packing.chunks,
-        begin, call.v.shape[2] // call.k.shape[2],
-    )  # fmt: skip
-    facts: dict[str, Any] = {"PARTS": 1 if call.v.dtype == torch.bfloat16 else 2, "FLOAT": single, "num_warps": 4}
-    launch(chunk_gradients, grid, maps, numbers, call.scale, NORMALIZE=call.normalize, **facts)
-
-
 def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, begin: int,
                      count: int) -> None:  # fmt: skip
     """The gradients of q, k, a, b and the gate in `count` chunks from `begin` on."""
@@ -396,8 +329,8 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
     facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     grid = count, plan.parallel[1]
-    if plan.form.GATE == 1 and VARIANT == "gluon" and plan.form.K == plan.form.V == 128:
-        _hopper_gradients(plan, call, rows, states, matrices, grads, begin, grid)
+    if plan.hopper:
+        hopper.start_gradients(grid, call, rows.data, matrices, states, grads, packing)
     elif plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
     elif plan.form.SINGLE:
@@ -413,14 +346,19 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
 
 
-def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int, other: Maybe) -> None:
-    """The chain in reverse and the gradients of its chunks, `some` chunks at a time if not 0."""
+def _reverse(
+    plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int, other: Maybe
+) -> None:
+    """The chain in reverse and the gradients of its chunks, `some` chunks at a time if not 0. other: beta's gradient
+    over the second half of v's columns, where halves have their own."""
     form, packing, present = plan.form._replace(BV=plan.tiles.chain), plan.packing, plan.parallel[0]
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
 
     def walk(form: DeltaForm, states: ChunkStates, packing: Packing) -> None:
-        if _walks(plan, call) and not form.ENDS:
-            _hopper_walk(plan, call, 2, rows.data, grads.v, states, states.later, (grads.beta, other), packing)
+        if plan.hopper:
+            out, kept = (None, None) if form.ENDS else (grads.v, states.later)
+            sums = grads.beta, other
+            hopper.walk(plan, call, hopper.REVERSE, rows.data, out, states, kept, sums, packing)
             return
         args = plan.reads, rows, plan.matrices, states, grads, packing, call.scale
         launch(chain_gradients, plan.chains, *args, form=form, **facts)
@@ -468,10 +406,10 @@ def delta_bwd(
     slices, sums = plan.packing.slices, dbeta
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
-    rows = call.rows(do)
+    rows = call.rows(do if not plan.hopper or hopper.mapped(do) else do.contiguous())
     assert rows is not None
     states = ChunkStates(dlast, dfirst, before, later, solved, turned, made, starts)
-    other = torch.empty_like(dbeta) if dbeta is not None and _walks(plan, call) else None
+    other = torch.empty_like(dbeta) if dbeta is not None and plan.hopper else None
     _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some, other)
     if dbeta is not None and other is not None:
         dbeta += other

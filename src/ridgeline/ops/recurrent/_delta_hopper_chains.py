@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.recurrent._delta_hopper import coordinates, room_of, sequence_at
+from ridgeline.ops.recurrent._delta_hopper_gradients import coordinates, room_of, sequence_at
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
@@ -34,15 +34,16 @@ class WalkMaps(NamedTuple):
     v: Any  # or do
     squares: Any  # P in the first 64 columns of a row, and L in the next
     decays: Any
-    rows: Any  # written: o, or U / beta, or the gradient of v
-    states: Any  # written: the states before chunks, or their gradients after chunks; None for o
-    solved: Any  # U / beta, in reverse
+    rows: Any  # written: o, or U / beta, or the gradient of v; None for N and M
+    states: Any  # written: the states before chunks, or their gradients after chunks; or None
+    solved: Any  # U / beta, in reverse; or None
 
 
 class Walk(NamedTuple):
     first: Any  # (sequences, heads, K, V) in float32 or None
     last: Any
     starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
+    made: Any  # N and M of each segment, turned: (B, heads, rooms, V + K, K) in float32, if they alone are wanted
     whole: Any  # a chunk's decay
     sums: Any  # of the gradient of beta over the first half of v's columns, in reverse
     others: Any  # over the second half
@@ -69,13 +70,18 @@ class Place(NamedTuple):
     room: Any  # where its segment is, among all heads'
     first: Any  # whether the segment is the sequence's first
     last: Any
+    turn: Any  # whether M is made, else N
     low: Any  # the segment's first chunk
-    count: Any  # its chunks
+    count: Any  # its chunks; -1 where nothing is to be made
 
 
 @gluon.jit
-def _place(walk):
+def _place(walk, REVERSE: gl.constexpr):
     head, spot = gl.program_id(1), gl.program_id(0)
+    turn = spot < 0
+    if walk.made is not None and not REVERSE:
+        turn = spot % 2 == 1
+        spot = spot // 2
     n, h = head // walk.heads, head % walk.heads
     batch, segment, start, tokens, kept = n, spot, 0 * n, 0 * n + walk.tokens, 0 * n
     unit = walk.span * C
@@ -88,10 +94,12 @@ def _place(walk):
     last = gl.maximum((tokens + unit - 1) // unit, 1) - 1
     low = walk.begin + segment * walk.span
     count = gl.maximum(gl.minimum(low + walk.span, (tokens + C - 1) // C) - low, 0)
-    if segment > last:
-        count = 0 * n - 1
+    none = segment > last
+    if walk.made is not None:  # the last segment needs no N, and the first no M
+        none = none | (segment == (0 if REVERSE else last)) | (turn & (segment == 0))
+    count = gl.where(none, -1, count)
     room = head.to(gl.int64) * walk.rooms + spot
-    return Place(batch, n, h, start, tokens, kept, room, segment == 0, segment == last, low, count)
+    return Place(batch, n, h, start, tokens, kept, room, segment == 0, segment == last, turn, low, count)
 
 
 @gluon.jit
@@ -128,11 +136,13 @@ def _begin_state(walk, place, ME: gl.constexpr, REVERSE: gl.constexpr, K: gl.con
     if walk.starts is None:
         here = here | (place.count >= 0)  # not in segments
     if walk.first is not None:
-        if here:
+        if here & (place.turn == 0):
             base = walk.first + (place.n * walk.heads + place.h).to(gl.int64) * (K * V)
             state = gl.load(base + (depth * V + column))
-    if walk.starts is not None:
-        if not here:
+    if walk.made is not None:
+        state = gl.where(place.turn & (depth == column), 1.0, state)
+    elif walk.starts is not None:
+        if here == 0:
             state = gl.load(walk.starts + place.room * (K * V) + (column * K + depth))
     return state
 
@@ -143,23 +153,27 @@ def _end_state(walk, place, state, ME: gl.constexpr, REVERSE: gl.constexpr, K: g
     there = place.first if REVERSE else place.last
     if walk.starts is None:
         there = there | (place.count >= 0)
-    if walk.last is not None:
-        if there:
-            column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-            depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
+    column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
+    if walk.made is not None:
+        if place.count >= 0:
+            row = column + gl.where(place.turn, V, 0)
+            gl.store(walk.made + place.room * (K * (V + K)) + (row * K + depth), state)
+    elif walk.last is not None:
+        if there & (place.count >= 0):
             base = walk.last + (place.n * walk.heads + place.h).to(gl.int64) * (K * V)
             gl.store(base + (depth * V + column), state)
 
 
 @gluon.jit
-def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.constexpr):
+def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.constexpr, ENDS: gl.constexpr):
     """A warpgroup's columns of v. outs, kept: where its rows and its states leave shared memory."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
     K: gl.constexpr = maps.k.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
-    place = _place(walk)
+    place = _place(walk, False)
     own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
     none = gl.zeros([HALF, C], gl.float32, NARROW)
     state = _begin_state(walk, place, ME, False, K, 2 * HALF)
@@ -169,7 +183,7 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
         stage, odd = t % STAGES, (t // STAGES) & 1
         whole = gl.load(walk.whole + own + chunk)
         low = state.to(kind)
-        if not OUT:
+        if not OUT and not ENDS:
             tma.store_wait(1)  # of the previous chunk's two, the states
             flat(kept.index(ME)).store(low)
             fence_async_shared()
@@ -181,6 +195,8 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
         if OUT:
             out = warpgroup_mma(left, flat(rings.q.index(stage)).permute((1, 0)), none, use_acc=False, is_async=True)
         tv = flat(rings.v.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+        if ENDS:
+            tv = gl.where(place.turn, 0.0, tv)
         factor = _numbers_of(rings, stage, 3, NARROW)
         if OUT:
             x = warpgroup_mma_wait(1, deps=(x,))
@@ -206,18 +222,18 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
             out = warpgroup_mma_wait(0, deps=(out,))
             found = (scale * out).to(kind)
             tma.store_wait(0)
-        else:
+        elif not ENDS:
             found = y.to(kind)
             tma.store_wait(1)
-        flat(out_tile).permute((1, 0)).store(found)
-        fence_async_shared()
-        store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
+        if not ENDS:
+            flat(out_tile).permute((1, 0)).store(found)
+            fence_async_shared()
+            store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
         if not OUT:
             state = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
-    if place.count >= 0:
-        _end_state(walk, place, state, ME, False, K, 2 * HALF)
+    _end_state(walk, place, state, ME, False, K, 2 * HALF)
     tma.store_wait(0)
 
 
@@ -225,14 +241,14 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
 def _fill(maps, walk, rings, MODE: gl.constexpr):
     """The warp that brings tiles. MODE: 0 for outputs, 1 for states, 2 in reverse."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
-    place = _place(walk)
+    place = _place(walk, MODE == 2)
     of_k = place.h // walk.group
     SIZE: gl.constexpr = (
         maps.k.block_type.nbytes + 2 * maps.v.block_type.nbytes + maps.squares.block_type.nbytes
         + maps.decays.block_type.nbytes
     )  # fmt: skip
     MORE: gl.constexpr = 0 if MODE == 1 else maps.q.block_type.nbytes + maps.squares.block_type.nbytes
-    LAST: gl.constexpr = 2 * maps.solved.block_type.nbytes if MODE == 2 else 0
+    LAST: gl.constexpr = 2 * maps.solved.block_type.nbytes if maps.solved is not None else 0
     for t in range(place.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
         chunk = place.low + t
@@ -249,7 +265,7 @@ def _fill(maps, walk, rings, MODE: gl.constexpr):
         if MODE != 1:
             load(maps.squares, _at(walk, place, place.h, chunk, 0), ready, rings.pair.index(stage))
             load(maps.q, _at(walk, place, of_k, chunk, 0), ready, rings.q.index(stage))
-        if MODE == 2:
+        if maps.solved is not None:
             load(maps.solved, _at(walk, place, place.h, chunk, 0), ready, rings.solved.index(2 * stage))
             load(maps.solved, _at(walk, place, place.h, chunk, HALF), ready, rings.solved.index(2 * stage + 1))
 
@@ -266,20 +282,21 @@ def walk_chunks(maps, walk, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
     q, pair, solved = k, solve, v
     if MODE != 1:
         q, pair = _ring(maps.q, STAGES), _ring(maps.squares, STAGES)
-    if MODE == 2:
+    if maps.solved is not None:
         solved = _ring(maps.solved, 2 * STAGES)
     ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
     rings = Rings(q, k, v, solve, pair, _ring(maps.decays, STAGES), solved, ready, free)
-    outs = _ring(maps.rows, 2)
-    kept = outs
-    if MODE != 0:
+    outs, kept = v, v
+    if maps.rows is not None:
+        outs = _ring(maps.rows, 2)
+    if maps.states is not None:
         kept = _ring(maps.states, 2)
     fence_async_shared()
     if MODE == 2:
         gl.warp_specialize(
             [
-                (_backward, (0, maps, walk, rings, outs, kept, scale)),
-                (_backward, (1, maps, walk, rings, outs, kept, scale)),
+                (_backward, (0, maps, walk, rings, outs, kept, scale, maps.rows is None)),
+                (_backward, (1, maps, walk, rings, outs, kept, scale, maps.rows is None)),
                 (_fill, (maps, walk, rings, MODE)),
             ],
             [4, 1],
@@ -288,8 +305,8 @@ def walk_chunks(maps, walk, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (_forward, (0, maps, walk, rings, outs, kept, scale, MODE == 0)),
-                (_forward, (1, maps, walk, rings, outs, kept, scale, MODE == 0)),
+                (_forward, (0, maps, walk, rings, outs, kept, scale, MODE == 0, maps.rows is None)),
+                (_forward, (1, maps, walk, rings, outs, kept, scale, MODE == 0, maps.rows is None)),
                 (_fill, (maps, walk, rings, MODE)),
             ],
             [4, 1],
@@ -298,14 +315,14 @@ def walk_chunks(maps, walk, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale):
+def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, ENDS: gl.constexpr):
     """A warpgroup's columns of v with time reversed: the gradients of states, of v and of beta."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
     K: gl.constexpr = maps.k.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
-    place = _place(walk)
+    place = _place(walk, True)
     own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
     none = gl.zeros([HALF, C], gl.float32, NARROW)
     state = _begin_state(walk, place, ME, True, K, 2 * HALF)
@@ -316,10 +333,11 @@ def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale):
         stage, odd = t % STAGES, (t // STAGES) & 1
         whole = gl.load(walk.whole + own + chunk)
         low = state.to(kind)
-        tma.store_wait(1)
-        flat(kept.index(ME)).store(low)
-        fence_async_shared()
-        store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
+        if not ENDS:
+            tma.store_wait(1)
+            flat(kept.index(ME)).store(low)
+            fence_async_shared()
+            store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
         left = gl.convert_layout(low, operand_layout(NARROW))
         mbarrier.wait(rings.ready.index(stage), odd)
         tk, tq = flat(rings.k.index(stage)), flat(rings.q.index(stage))
@@ -340,18 +358,18 @@ def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale):
         state = warpgroup_mma(right, tq, state, is_async=True)
         right = gl.convert_layout((-_numbers_of(rings, stage, 1, NARROW) * dv).to(kind), operand_layout(WIDE))
         state = warpgroup_mma(right, tk, state, is_async=True)
-        solved = flat(rings.solved.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
-        sums = gl.sum(dx * solved, 0)
-        token = place.batch.to(gl.int64) * walk.tokens + place.start + chunk * C
-        at = (walk.others if ME else walk.sums) + token * walk.heads + place.h
-        gl.store(at + rows * walk.heads, sums, mask=rows < place.tokens - chunk * C)
-        tma.store_wait(1)
-        flat(out_tile).permute((1, 0)).store(dv.to(kind))
-        fence_async_shared()
-        store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
+        if not ENDS:
+            solved = flat(rings.solved.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+            sums = gl.sum(dx * solved, 0)
+            token = place.batch.to(gl.int64) * walk.tokens + place.start + chunk * C
+            at = (walk.others if ME else walk.sums) + token * walk.heads + place.h
+            gl.store(at + rows * walk.heads, sums, mask=rows < place.tokens - chunk * C)
+            tma.store_wait(1)
+            flat(out_tile).permute((1, 0)).store(dv.to(kind))
+            fence_async_shared()
+            store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
         state = warpgroup_mma_wait(0, deps=(state,))
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
-    if place.count >= 0:
-        _end_state(walk, place, state, ME, True, K, 2 * HALF)
+    _end_state(walk, place, state, ME, True, K, 2 * HALF)
     tma.store_wait(0)
