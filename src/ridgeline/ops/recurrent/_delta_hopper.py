@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ridgeline import device
-from ridgeline.boundary import launch
+from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
@@ -30,7 +30,7 @@ def mapped(t: torch.Tensor) -> bool:
 
 def serves(call: Any) -> bool:
     """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding."""
-    if call.g.dim() != 3 or call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16):
+    if tracing() or call.g.dim() != 3 or call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16):
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:
         return False
