@@ -41,8 +41,9 @@ class Matrices(NamedTuple):
     read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
-    decays: Any  # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta;
-    # with a gate per token 5 for 4: sums of gates since the chunk began, times log2(e)
+    # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta; with a gate
+    # per token a fifth row: the gates' sums since the chunk began, times log2(e)
+    decays: Any
     whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
     width: Any  # columns of the tensor whose rows hold L and P, with a gate per token
 
@@ -456,7 +457,8 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
     sums = tl.cumsum(g, 0)
-    late, after, whole = decay_of(sums, form), decay_of(tl.cumsum(soon, 0, reverse=True), form), decay_of(tl.sum(g, 0), form)
+    late, after = decay_of(sums, form), decay_of(tl.cumsum(soon, 0, reverse=True), form)
+    whole = decay_of(tl.sum(g, 0), form)
     keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
     keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
     tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), sums * 1.4426950408889634)

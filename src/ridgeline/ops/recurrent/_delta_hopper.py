@@ -59,8 +59,8 @@ def walk(
         _rows(states.solved, half, call) if mode == REVERSE and out is not None else None,
     )  # fmt: skip
     sizes = Walk(
-        states.first, states.last, states.starts, states.made if out is None else None, m.whole, *sums, packing.ends, packing.sequences, packing.tokens,
-        packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
+        states.first, states.last, states.starts, states.made if out is None else None, m.whole, *sums, packing.ends,
+        packing.sequences, packing.tokens, packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
         call.v.shape[2] // call.k.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}

@@ -135,13 +135,13 @@ def _begin_state(walk, place, ME: gl.constexpr, REVERSE: gl.constexpr, K: gl.con
     here = place.last if REVERSE else place.first
     if walk.starts is None:
         here = here | (place.count >= 0)  # not in segments
-    if walk.first is not None:
+    if walk.first is not None:  # noqa: SIM102  # decided at compile time, as below
         if here & (place.turn == 0):
             base = walk.first + (place.n * walk.heads + place.h).to(gl.int64) * (K * V)
             state = gl.load(base + (depth * V + column))
     if walk.made is not None:
         state = gl.where(place.turn & (depth == column), 1.0, state)
-    elif walk.starts is not None:
+    elif walk.starts is not None:  # noqa: SIM102
         if here == 0:
             state = gl.load(walk.starts + place.room * (K * V) + (column * K + depth))
     return state
@@ -159,7 +159,7 @@ def _end_state(walk, place, state, ME: gl.constexpr, REVERSE: gl.constexpr, K: g
         if place.count >= 0:
             row = column + gl.where(place.turn, V, 0)
             gl.store(walk.made + place.room * (K * (V + K)) + (row * K + depth), state)
-    elif walk.last is not None:
+    elif walk.last is not None:  # noqa: SIM102
         if there & (place.count >= 0):
             base = walk.last + (place.n * walk.heads + place.h).to(gl.int64) * (K * V)
             gl.store(base + (depth * V + column), state)
