@@ -59,13 +59,13 @@ def walk(
         _rows(states.solved, half, call) if mode == REVERSE and out is not None else None,
     )  # fmt: skip
     sizes = Walk(
-        states.first, states.last, states.starts, states.made if out is None else None, m.whole, *sums, packing.ends,
+        m.whole, states.first, states.last, states.starts, states.made if out is None else None, *sums, packing.ends,
         packing.sequences, packing.tokens, packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
         call.v.shape[2] // call.k.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}
     turns = 2 if out is None and mode != REVERSE else 1
-    launch(walk_chunks, (packing.rooms * turns, plan.chains[1]), maps, sizes, call.scale, **facts)
+    launch(walk_chunks, (packing.rooms * turns, plan.chains[1]), sizes, maps, call.scale, **facts)
 
 
 def start_gradients(
@@ -82,6 +82,6 @@ def start_gradients(
     )  # fmt: skip
     facts: dict[str, Any] = {"PARTS": 1 if call.v.dtype == torch.bfloat16 else 2, "FLOAT": single, "num_warps": 4}
     launch(
-        chunk_gradients, grid, ChunkMaps(*inputs, *squares, *made), numbers, call.scale, NORMALIZE=call.normalize,
+        chunk_gradients, grid, numbers, ChunkMaps(*inputs, *squares, *made), call.scale, NORMALIZE=call.normalize,
         **facts,
     )  # fmt: skip

@@ -40,11 +40,11 @@ class WalkMaps(NamedTuple):
 
 
 class Walk(NamedTuple):
+    whole: Any  # a chunk's decay
     first: Any  # (sequences, heads, K, V) in float32 or None
     last: Any
     starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
     made: Any  # N and M of each segment, turned: (B, heads, rooms, V + K, K) in float32, if they alone are wanted
-    whole: Any  # a chunk's decay
     sums: Any  # of the gradient of beta over the first half of v's columns, in reverse
     others: Any  # over the second half
     ends: Any  # cu_seqlens or None
@@ -276,7 +276,7 @@ def _ring(source, COUNT: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["scale"])
-def walk_chunks(maps, walk, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
+def walk_chunks(walk, maps, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
     """MODE: 0 for outputs, 1 for the states before chunks and U / beta, 2 in reverse for gradients."""
     k, v, solve = _ring(maps.k, STAGES), _ring(maps.v, 2 * STAGES), _ring(maps.squares, STAGES)
     q, pair, solved = k, solve, v

@@ -323,7 +323,7 @@ def _chunk(
 
 
 @gluon.jit(do_not_specialize=["scale"])
-def chunk_gradients(maps, numbers, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr, FLOAT: gl.constexpr):
+def chunk_gradients(numbers, maps, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr, FLOAT: gl.constexpr):
     """A chunk of a head. PARTS: of bfloat16 that hold a term of the gate's sums. FLOAT: dq and dk are in float32."""
     head, spot = gl.program_id(1), gl.program_id(0)
     n, h = head // numbers.heads, head % numbers.heads
