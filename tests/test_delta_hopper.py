@@ -106,7 +106,7 @@ def test_near_the_other_kernels(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
     def run() -> list[torch.Tensor]:
         leaves = [a.clone().requires_grad_() for a in args]
-        o = ridgeline.gated_delta_rule(*leaves, normalize=True, impl="triton")
+        o: Any = ridgeline.gated_delta_rule(*leaves, normalize=True, impl="triton")
         return [o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))]
 
     ours = run()
