@@ -80,8 +80,5 @@ def start_gradients(
         matrices.decays, matrices.lengths, matrices.whole, grads.g, packing.ends, packing.sequences, packing.tokens,
         packing.heads, packing.chunks, packing.begin, call.v.shape[2] // call.k.shape[2],
     )  # fmt: skip
-    facts: dict[str, Any] = {"PARTS": 1 if call.v.dtype == torch.bfloat16 else 2, "FLOAT": single, "num_warps": 4}
-    launch(
-        chunk_gradients, grid, numbers, ChunkMaps(*inputs, *squares, *made), call.scale, NORMALIZE=call.normalize,
-        **facts,
-    )  # fmt: skip
+    facts: dict[str, Any] = {"NORMALIZE": call.normalize, "FLOAT": single, "num_warps": 4}
+    launch(chunk_gradients, grid, numbers, ChunkMaps(*inputs, *squares, *made), call.scale, **facts)

@@ -1,4 +1,4 @@
-"""Gradients of q, k and the gate in a chunk of the delta rule with a gate per token, in Gluon for Hopper.
+"""Gradients of q, k and the gate in a chunk of the delta rule with a gate per token, in Gluon for Hopper, in bfloat16.
 
 A warpgroup takes a chunk of 64 rows of a head, and two share a multiprocessor. TMA brings all of a chunk's rows and the
 state before it at once, and the gradient of the state after it into the same place when that state has been read.
@@ -143,9 +143,8 @@ def _product_sum(one, other, dtype: gl.constexpr, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr):
-    """The gradients of the weights of q with k and of k with k; and the sum of both times these weights, in PARTS parts
-    of bfloat16."""
+def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr):
+    """The gradients of the weights of q with k and of k with k; and the sum of both times these weights."""
     u, do, dv, q, k = tiles
     LAYOUT: gl.constexpr = sums_layout(C)
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -173,12 +172,7 @@ def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr, PARTS:
     weights = gl.where(i > j, weights, 0.0) * by_row_k[:, None]
     found, seen = warpgroup_mma_wait(0, deps=(found, seen))
     pairs_k = weights * found
-    both += pairs_k * seen
-    high = both.to(gl.bfloat16)
-    low = high
-    if PARTS > 1:
-        low = (both - high.to(gl.float32)).to(gl.bfloat16)
-    return pairs_q, pairs_k.to(q.dtype), high, low
+    return pairs_q, pairs_k.to(q.dtype), (both + pairs_k * seen).to(q.dtype)
 
 
 @gluon.jit
@@ -211,21 +205,16 @@ def _from_before(tiles, squares, before, pairs_q, pairs_k, decays, scale, K: gl.
 
 
 @gluon.jit
-def _start_sums(terms, high, low, PARTS: gl.constexpr):
+def _start_sums(terms, both):
     """Starts the sums of `both` over a gate's row and later ones, a row for each gate."""
-    LAYOUT: gl.constexpr = high.type.layout
+    LAYOUT: gl.constexpr = both.type.layout
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     none = gl.zeros([C, C], gl.float32, LAYOUT)
-    terms.index(0).store(high)
-    if PARTS > 1:
-        terms.index(1).store(low)
+    terms.store(both)
     fence_async_shared()
     barrier()
-    chosen = gl.convert_layout(gl.where(j >= i, 1.0, none).to(gl.bfloat16), operand_layout(LAYOUT))
-    later = warpgroup_mma(chosen, terms.index(0), none, use_acc=False, is_async=True)
-    if PARTS > 1:
-        later = warpgroup_mma(chosen, terms.index(1), later, is_async=True)
-    return later
+    chosen = gl.convert_layout(gl.where(j >= i, 1.0, none).to(both.dtype), operand_layout(LAYOUT))
+    return warpgroup_mma(chosen, terms, none, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -260,8 +249,7 @@ def _load_states(source, at, ready, to):
 
 @gluon.jit
 def _chunk(
-    maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE: gl.constexpr, PARTS: gl.constexpr,
-    FLOAT: gl.constexpr
+    maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE: gl.constexpr, FLOAT: gl.constexpr
 ):  # fmt: skip
     """A chunk's gradients. Places are used again: the pairs and then the gradient of the state lie where do and dv
     were, dq where q was, dk and what is summed for the gate where the state before the chunk was."""
@@ -279,7 +267,7 @@ def _chunk(
     before = gl.allocate_shared_memory(kind, maps.before.block_type.shape, maps.before.layout)
     after = given._reinterpret(kind, maps.later.block_type.shape, maps.later.layout)
     squares = given._reinterpret(kind, [2 * V // C, C, C], square)
-    terms = before._reinterpret(gl.bfloat16, [V * K // C // C, C, C], square)
+    terms = before._reinterpret(kind, [V * K // C // C, C, C], square).index(0)
     room = before._reinterpret(kind, [V // C] + maps.k.block_type.shape, maps.k.layout)
     ready = make_barriers(5, 1)
     fence_async_shared()
@@ -292,7 +280,7 @@ def _chunk(
         lengths = numbers.lengths + place * (2 * C)
     whole = gl.load(numbers.whole + place)
     tiles = flat(u), flat(given.index(0)), flat(given.index(1)), flat(q), flat(k)
-    pairs_q, pairs_k, high, low = _pairs(tiles, ready, decays, lengths, scale, NORMALIZE, PARTS)
+    pairs_q, pairs_k, both = _pairs(tiles, ready, decays, lengths, scale, NORMALIZE)
     mbarrier.wait(ready.index(3), 0)
     dq, dk, since = _from_before(tiles, squares, flat(before), pairs_q, pairs_k, decays, scale, K)
     _load_states(maps.later, [batch, h, spot, 0, 0], ready.index(4), after)
@@ -306,7 +294,7 @@ def _chunk(
     found = warpgroup_mma(flat(u), flat(after), gl.zeros([C, K], gl.float32, LAYOUT), use_acc=False, is_async=True)
     held = _product_sum(before, after, kind, 4)
     barrier()  # all have read the state before
-    later = _start_sums(terms, high, low, PARTS)
+    later = _start_sums(terms, both)
     found, later = warpgroup_mma_wait(0, deps=(found, later))
     found *= (_row_numbers(decays + 2 * C, LAYOUT) * _row_numbers(decays + 3 * C, LAYOUT))[:, None]
     wide = flat(k).load(LAYOUT).to(gl.float32)
@@ -320,11 +308,15 @@ def _chunk(
     rows = gl.arange(0, C, gl.SliceLayout(1, sums_layout(C)))
     gl.store(numbers.dg + token * numbers.heads + h + rows * numbers.heads, dg, mask=rows < left)
     tma.store_wait(0)
+    u._keep_alive()  # no other numbers may lie where products and copies still read
+    q._keep_alive()
+    given._keep_alive()
+    before._keep_alive()
 
 
 @gluon.jit(do_not_specialize=["scale"])
-def chunk_gradients(numbers, maps, scale, NORMALIZE: gl.constexpr, PARTS: gl.constexpr, FLOAT: gl.constexpr):
-    """A chunk of a head. PARTS: of bfloat16 that hold a term of the gate's sums. FLOAT: dq and dk are in float32."""
+def chunk_gradients(numbers, maps, scale, NORMALIZE: gl.constexpr, FLOAT: gl.constexpr):
+    """A chunk of a head. FLOAT: dq and dk are in float32."""
     head, spot = gl.program_id(1), gl.program_id(0)
     n, h = head // numbers.heads, head % numbers.heads
     batch, chunk, start, tokens = n, numbers.begin + spot, 0 * n, 0 * n + numbers.tokens
@@ -335,4 +327,4 @@ def chunk_gradients(numbers, maps, scale, NORMALIZE: gl.constexpr, PARTS: gl.con
         tokens = gl.load(numbers.ends + n + 1) - start
     first = chunk * C
     if first < tokens:
-        _chunk(maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE, PARTS, FLOAT)
+        _chunk(maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE, FLOAT)
