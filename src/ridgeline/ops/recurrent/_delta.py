@@ -201,15 +201,6 @@ def tile_of(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _near_tile(place, step, inner, columns, left, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows of some columns from `place` on; their offsets have 32 bits."""
-    here = (inner < left)[:, None]
-    if WIDTH % BLOCK != 0:
-        here = here & (columns < WIDTH)[None, :]
-    return tl.load(place + (inner[:, None] * step + columns[None, :]), mask=here, other=0.0)
-
-
-@triton.jit
 def _turned_tile(x, place, rows, columns, tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """As `tile_of`, transposed."""
     return tl.trans(tile_of(x, place, rows, columns, tokens, WIDTH, BLOCK))
@@ -303,11 +294,9 @@ def _apart(g, form: tl.constexpr):
     i, j = tl.arange(0, form.C)[:, None], tl.arange(0, form.C)[None, :]
     if form.SINGLE:  # differences of running sums would round
         apart = tl.cumsum(tl.where(i > j, g[:, None], 0.0), 0)
-        found = tl.where(i >= j, decay_of(tl.where(i > j, apart, 0.0), form), 0.0)
     else:
-        sums = tl.cumsum(g, 0) * 1.4426950408889634
-        found = tl.exp2(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
-    return found
+        apart = tl.cumsum(g, 0)[:, None] - tl.cumsum(g, 0)[None, :]
+    return tl.where(i >= j, decay_of(tl.where(i > j, apart, 0.0), form), 0.0)
 
 
 @triton.jit
@@ -443,25 +432,18 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
         return
     depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
     rows = first + row
-    far, left = tl.cast(first, tl.int64), tokens - first
-    from_q = find_head(q, n, h, packing.ends, start) + far * q.token
-    from_k = find_head(k, n, h, packing.ends, start) + far * k.token
-    from_g = find_head(gate, n, h, packing.ends, start)
-    from_beta = find_head(beta, n, h, packing.ends, start) + far * beta.token
-    g = _gates(gate, from_g, first, depth, tokens, 0, form)  # all loads before what waits for them
-    soon = _gates(gate, from_g, first, depth, tokens, 1, form)
-    factor = tl.load(from_beta + row * beta.token, mask=row < left, other=0.0).to(tl.float32)
-    tq = _near_tile(from_q, q.token, row, depth, left, form.K, form.BK)
-    tk = _near_tile(from_k, k.token, row, depth, left, form.K, form.BK)
+    tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
-    sums = tl.cumsum(g, 0)
-    late, after = decay_of(sums, form), decay_of(tl.cumsum(soon, 0, reverse=True), form)
-    whole = decay_of(tl.sum(g, 0), form)
+    g, late, _early, after, whole = _decays(
+        gate, find_head(gate, n, h, packing.ends, start), first, depth, tokens, form
+    )  # fmt: skip
     keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
+    factor = beta_of(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
     keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
-    tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), sums * 1.4426950408889634)
+    tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), tl.cumsum(g, 0) * 1.4426950408889634)
     weights = _apart(g, form) * shrink_k[None, :]
     place, step = _squares(matrices, packing, n, h, start, spot, form)
     at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
