@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from ridgeline.ops.experts import _few_bits, _gated, _grouped, _products, _route
+from ridgeline.ops.experts import _few_bits, _gated, _gated_tma, _grouped, _pairs, _products, _route
 
 HOPPER = _grouped.HOPPER
+PLACED = False
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 
@@ -23,6 +24,9 @@ def fwd(
 ) -> None:  # fmt: skip
     """few: the scales and zeros of gate_up and down, if these are codes."""
     n, k, (E, width, _), H = indices.numel(), indices.shape[1], gate_up.shape, x.shape[1]
+    if not few and not z.numel() and _pairs.few(x, indices, E):
+        given = x, weights, indices, gate_up, down, gate_up_bias, down_bias
+        return _pairs.fwd(y, *given, activation == "swiglu_oai", limit, interleaved)
     pairs = _route.Pairs(indices, order, place, ends)
     _route.route(pairs, torch.empty((_route.SPANS, _products.power(E)), dtype=torch.int32, device=x.device))
     h, rows = x.new_empty((n, width // 2)), x.new_empty((n, H))
@@ -34,7 +38,12 @@ def fwd(
     else:
         room = x.new_empty(E * width * H if codes else 0)  # for one matrix after the other
         gate_up = _few_bits.in_full(room, codes[0]) if codes else gate_up
-        _gated.gated(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, *unit, how)
+        kept = z if z.numel() else None
+        if tma and _gated_tma.takes(x, gate_up, interleaved):
+            placed = _route.gather(x.new_empty((n, H)), x, order, k) if PLACED else None
+            _gated_tma.gated(h, kept, tokens, placed, gate_up, ends, gate_up_bias, *unit)
+        else:
+            _gated.gated(h, kept, tokens, gate_up, ends, gate_up_bias, *unit, how)
         down = _few_bits.in_full(room, codes[1]) if codes else down
         _grouped.product(tma)(rows, _products.rows_of(h), down.mT, ends, down_bias, how)
     _route.combine(y, rows, weights, pairs, k)

@@ -218,7 +218,7 @@ def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: 
     if rows < 64:
         few = (T // rows + min(G, T)) * triton.cdiv(N, 64) < gpu.multiprocessors
         deep = 128 if K % 128 == 0 else 64
-        return {"BM": rows, "BN": 32 if few else 64, "BK": deep, "GROUP": 1, "num_warps": 4, "num_stages": stages}
+        return {"BM": rows, "BN": 32 if few else 64, "BK": deep, "GROUP": 8, "num_warps": 4, "num_stages": stages}
     wide = 256 if rows == 128 and N >= 1024 and gpu.shared_memory >= 227 << 10 else 128
     warps = 8 if rows == 128 else 4
     return {"BM": rows, "BN": wide, "BK": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}
