@@ -247,8 +247,15 @@ KERNELS = [
         (name, f"GptOssExperts/ridgeline::{op}", "products")
         for name in ("_fwd", "_bwd", "_put", "_combine", "_up")
         for op in (
-            "moe_fwd", "moe_bwd", "moe_alone", "moe_consume", "moe_few_bits", "grouped_matmul_fwd",
-            "grouped_matmul_bwd", "grouped_matmul_add", "grouped_matmul_collect",
+            "moe_fwd",
+            "moe_bwd",
+            "moe_alone",
+            "moe_consume",
+            "moe_few_bits",
+            "grouped_matmul_fwd",
+            "grouped_matmul_bwd",
+            "grouped_matmul_add",
+            "grouped_matmul_collect",
         )
     ],
     ("_step", "Optimizer.step#AdamW.step/ridgeline::adamw", "optimizer"),

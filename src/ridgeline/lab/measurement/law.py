@@ -341,9 +341,9 @@ class Law:
     args, kwargs: the public arguments in the dtype under test. Those that require gradients get them, for a random
         incoming gradient.
     incoming: the incoming gradients, one for each output or None; made if not given.
-    If a tensor has more than 2**31 elements, the pieces that the op says make up the call (`Op.pieces`) are checked, each
-    by a law of its own, made when results are judged; so the float64 copies of one piece alone are in memory. If the
-    op says none, only three slices along the first dimension are checked, which the op must not mix.
+    If a tensor has more than 2**31 elements, the pieces that the op says make up the call (`Op.pieces`) are checked,
+        each by a law of its own, made when results are judged: then float64 copies of one piece alone are in memory.
+        If the op says none, only three slices along the first dimension are checked, which the op must not mix.
     """
 
     def __init__(

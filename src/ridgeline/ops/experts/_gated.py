@@ -109,7 +109,8 @@ def _fwd(
     OPTIONS: tl.constexpr,
 ):
     """sizes: n rows, K, I and the experts. OPTIONS: (power of the experts, even K, precision, swiglu_oai, long,
-    interleaved). Interleaved columns are one tile of twice the width, so they are loaded and z is stored as they lie."""
+    interleaved). Columns that take turns are one tile of twice the width, so they are loaded, and stored in z, as they
+    lie."""
     T, K, N, G = sizes
     POW: tl.constexpr = OPTIONS[0]
     EVEN: tl.constexpr = OPTIONS[1]

@@ -7,6 +7,7 @@ come by TMA where `_route.gather` has copied them. h and z leave by TMA.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.experts import _gated, _route
 from ridgeline.ops.experts._gated import unit
 from ridgeline.ops.experts._products import Maybe, Rows, Sizes, find, last_tiles, power, source
 from ridgeline.ops.experts._products_tma import FAR, rows_from, whole
@@ -99,12 +101,14 @@ def _fwd(
                 gate, up = both.reshape(BM, BN, 2).split()
             else:
                 gate, up = both.reshape(BM, 2, BN).permute(0, 2, 1).split()
-            y, by_gate, by_up = unit(gate, up, limit, OPTIONS[3], h.dtype)
+            y, _by_gate, _by_up = unit(gate, up, limit, OPTIONS[3], h.dtype)
             h.store([FAR, end, 0, FAR - end + row, column], y.to(h.dtype).reshape(1, 1, 1, BM, BN))
             both = tl.zeros((BM, 2 * BN), tl.float32)
             k = 0
 
 
+PLACED = False
+ungated = _gated.ungated
 TILE: dict[str, Any] = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 
 
@@ -136,3 +140,19 @@ def gated(
     placed = None if lines is None else ragged(lines, BK)
     given = x, placed, ragged(h, BN), kept, weight, bias, ends, Sizes(T, K, N, G), limit
     launch(_fwd, grid, *given, **tile, OPTIONS=(power(G), by_k, interleaved, oai))
+
+
+def first(tma: bool) -> Callable[..., None]:
+    """`_gated.gated`, or with tma what takes the same arguments and leaves to it what TMA cannot move."""
+    return _served if tma else _gated.gated
+
+
+def _served(
+    h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool,
+    limit: float | None, interleaved: bool, precision: str
+) -> None:  # fmt: skip
+    unit = oai, limit, interleaved
+    if not takes(x.data, w, interleaved):
+        return _gated.gated(h, z, x, w, ends, bias, *unit, precision)
+    lines = _route.gather(h.new_empty((h.shape[0], w.shape[2])), x.data, x.order, x.each) if PLACED else None
+    gated(h, z, x, lines, w, ends, bias, *unit)

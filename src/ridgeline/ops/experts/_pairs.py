@@ -74,7 +74,7 @@ def _up(
     if PDL:
         gdc_launch_dependents()
     pair, column = tl.program_id(1), tl.program_id(0) * BN
-    e, known = _expert(chosen, pair)
+    e, _known = _expert(chosen, pair)
     at_x, n = x + (pair // chosen.k).to(tl.int64) * K, column + tl.arange(0, BN)
     if OPTIONS[0]:
         c = 2 * column + tl.arange(0, 2 * BN)
@@ -122,7 +122,7 @@ def _down(
     if PDL:
         if FETCH > 0:
             for j in range(chosen.k):
-                e, known = _expert(chosen, t * chosen.k + j)
+                e, _known = _expert(chosen, t * chosen.k + j)
                 _fetch(at_w + e * w.group, w.k, K, FETCH)
         gdc_wait()
     k, steps = tl.arange(0, BK), tl.cdiv(K, BK)
@@ -142,7 +142,7 @@ def _down(
     result = tl.sum(total, 1)
     if bias is not None:
         for j in range(chosen.k):
-            e, known = _expert(chosen, first + j)
+            e, _known = _expert(chosen, first + j)
             b = tl.load(bias + e * N + n, mask=n < N, other=0.0).to(tl.float32)
             result += b * tl.load(chosen.weights + first + j).to(tl.float32)
     total = result

@@ -127,10 +127,11 @@ def _weights(dweights, sums, dy, bias, pairs, k, H, E, BLOCK: tl.constexpr):
     tl.store(dweights + p, d.to(dweights.dtype.element_ty))
 
 
-def route(pairs: Pairs, table: torch.Tensor) -> None:
-    """Fills order, place and ends. table: room for counts, int32 (SPANS, power of the experts)."""
+def route(pairs: Pairs) -> None:
+    """Fills order, place and ends."""
     n, (E,) = pairs.indices.numel(), pairs.ends.shape
     POW = triton.next_power_of_2(E + 1)
+    table = torch.empty((SPANS, POW), dtype=torch.int32, device=pairs.ends.device)
     block = max(16, min(128, 8192 // POW))
     spans = min(SPANS, triton.cdiv(n, block))
     warps = 8 if block * POW >= 8192 else 4
