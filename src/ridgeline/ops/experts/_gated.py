@@ -189,7 +189,8 @@ def _bwd(out, dh, z, weights, order, last_end, N, limit, OAI: tl.constexpr, BLOC
     r = tl.program_id(0).to(tl.int64)
     factor = tl.load(weights + tl.load(order + r)).to(tl.float32)
     factor = tl.where(r < tl.load(last_end), factor, 0.0)  # rows of no expert
-    sums, dtype = tl.zeros((BLOCK,), tl.float32), out.dz.dtype.element_ty
+    dtype = out.dz.dtype.element_ty
+    sums = tl.zeros((BLOCK,), tl.float32)
     z, dz = z + r * (2 * N), out.dz + r * (2 * N)
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
