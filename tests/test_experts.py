@@ -183,12 +183,13 @@ def test_experts_without_tokens(which: str, dtype: torch.dtype, device: str) -> 
         assert bool(down.grad[e].any()) == used
 
 
-@pytest.mark.parametrize("spans", [1, 3, 128])
-def test_places_are_a_stable_sort(spans: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [0, 100])
+def test_places_are_a_stable_sort(alone: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one program, or by a program for each block of pairs."""
     from ridgeline.ops.experts import _route
 
-    monkeypatch.setattr(_route, "SPANS", spans)
-    for n, E in ((1, 1), (17, 4), (700, 5), (300, 130)):
+    monkeypatch.setattr(_route, "ALONE", alone)
+    for n, E in ((1, 1), (17, 4), (700, 5), (300, 130), (8300, 3)):
         indices = torch.randint(0, E, (n, 1), device=device)
         indices[n // 2 :: 3] = int(indices[0])
         order, place, ends = (torch.full((s,), -7, dtype=torch.int32, device=device) for s in (n, n, E))

@@ -38,7 +38,8 @@ def fwd(
     else:
         room = x.new_empty(E * width * H if codes else 0)  # for one matrix after the other
         gate_up = _few_bits.in_full(room, codes[0]) if codes else gate_up
-        _gated_tma.first(tma)(h, z if z.numel() else None, tokens, gate_up, ends, gate_up_bias, *unit, how)
+        kept = z if z.numel() else None
+        _gated_tma.first(tma)(h, kept, tokens, gate_up, ends, gate_up_bias, *unit, how, rows)
         down = _few_bits.in_full(room, codes[1]) if codes else down
         _grouped.product(tma)(rows, _grouped.rows_of(h), down.mT, ends, down_bias, how)
     _route.combine(y, rows, weights, pairs, k)

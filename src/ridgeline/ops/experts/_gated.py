@@ -216,9 +216,10 @@ def halves_of(I: int, interleaved: bool) -> Halves:
 
 def gated(
     h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool,
-    limit: float | None, interleaved: bool, precision: str
+    limit: float | None, interleaved: bool, precision: str, room: Maybe = None
 ) -> None:  # fmt: skip
-    """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous."""
+    """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous. room: memory
+    (n, K) for copies of x's rows, which other rungs make."""
     (T, N), (G, _, K) = h.shape, w.shape
     exact = dot_precision(h, precision, K, 2 * T * N)
     w = w.mT
@@ -226,7 +227,7 @@ def gated(
 
     def config() -> dict[str, Any]:
         gpu = device.of(h)
-        chosen = _tile(rule(gpu, h.dtype, exact, T, 2 * N, K, G))
+        chosen = _tile(gpu, h.element_size(), rule(gpu, h.dtype, exact, T, 2 * N, K, G))
         return chosen | {"OPTIONS": (power(G), K % chosen["BK"] == 0, exact, oai, long, interleaved)}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
@@ -236,9 +237,11 @@ def gated(
     launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long, exact, interleaved))
 
 
-def _tile(one: tuning.Config) -> tuning.Config:
-    """The tile of a product of half the columns, since there are two."""
-    return one | {"BN": max(32, one["BN"] // 2)}
+def _tile(gpu: device.Device, size: int, one: tuning.Config) -> tuning.Config:
+    """The tile of a product of half the columns, since there are two; for few rows of as many, if they fit."""
+    held = (one["BM"] + 2 * one["BN"]) * one["BK"] * size * (one["num_stages"] - 1)
+    whole = size < 4 and one["BM"] < 64 and held < gpu.shared_memory // 2 and gpu.backend == "cuda"
+    return one if whole else one | {"BN": max(32, one["BN"] // 2)}
 
 
 def ungated(

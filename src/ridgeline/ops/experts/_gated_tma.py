@@ -107,7 +107,7 @@ def _fwd(
             k = 0
 
 
-PLACED = False
+COPIED = 1536  # results a row from which copied rows are quicker than gathered ones
 ungated = _gated.ungated
 TILE: dict[str, Any] = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 
@@ -149,10 +149,10 @@ def first(tma: bool) -> Callable[..., None]:
 
 def _served(
     h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool,
-    limit: float | None, interleaved: bool, precision: str
+    limit: float | None, interleaved: bool, precision: str, room: torch.Tensor
 ) -> None:  # fmt: skip
     unit = oai, limit, interleaved
     if not takes(x.data, w, interleaved):
-        return _gated.gated(h, z, x, w, ends, bias, *unit, precision)
-    lines = _route.gather(h.new_empty((h.shape[0], w.shape[2])), x.data, x.order, x.each) if PLACED else None
+        return _gated.gated(h, z, x, w, ends, bias, *unit, precision, room)
+    lines = _route.gather(room, x.data, x.order, x.each) if h.shape[1] >= COPIED else None
     gated(h, z, x, lines, w, ends, bias, *unit)

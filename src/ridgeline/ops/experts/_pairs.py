@@ -155,11 +155,13 @@ def few(x: torch.Tensor, indices: torch.Tensor, E: int) -> bool:
     return x.dtype != torch.float32 and 0 < T * k and 4 * (T - 1) * k <= E and device.of(x).backend != "hip"
 
 
-def tile(n_step: int, N: int, K: int) -> dict[str, Any]:
+def tile(n_step: int, up: bool) -> dict[str, Any]:
     """The tile of a product whose weight's neighbours run along K, or along its rows (n_step 1)."""
     if n_step == 1:
-        return {"BN": 32, "BK": 64, "num_warps": 4, "UNROLL": 1}
-    return {"BN": 8, "BK": 256, "num_warps": 4, "UNROLL": 1}
+        return {"BN": 16, "BK": 256, "num_warps": 4, "UNROLL": 1} | ({} if up else {"FETCH": 0})
+    if up:
+        return {"BN": 1, "BK": 256, "num_warps": 1, "UNROLL": 4}
+    return {"BN": 4, "BK": 1024, "num_warps": 4, "UNROLL": 2, "FETCH": 1024}
 
 
 def fwd(
@@ -170,8 +172,7 @@ def fwd(
     """Fills y (T, H), of whole tensors but for the experts' weights, which have any strides."""
     (T, k), (E, H, I) = indices.shape, down.shape
     h, chosen, after = x.new_empty((T * k, I)), Chosen(indices, weights, k, E), early(device.of(x))
-    one = tile(gate_up.stride(1), I, H) | (first or {})
-    other = tile(down.stride(1), H, I) | {"FETCH": 0} | (second or {})
+    one, other = tile(gate_up.stride(1), True) | (first or {}), tile(down.stride(1), False) | (second or {})
     given = Weights(gate_up, gate_up.stride(0), gate_up.stride(2), gate_up.stride(1)), gate_up_bias, chosen, H, I
     even = {"EVEN": H % one["BK"] == 0, "OPTIONS": (interleaved, oai), "PDL": after["PDL"]}
     launch(_up, (triton.cdiv(I, one["BN"]), T * k), h, x, *given, limit, **one, **even)
