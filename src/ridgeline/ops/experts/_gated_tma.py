@@ -25,11 +25,10 @@ from ridgeline.ops.experts._products_tma import FAR, rows_from, whole
 
 @triton.jit
 def _biases(bias, g, column, N, G, BN: tl.constexpr, MIXED: tl.constexpr):
-    """The biases of a tile's 2 BN columns, in their order."""
+    """The biases of a tile's 2 BN columns, in their order. Of columns past the last gate any, which are not stored."""
     c = tl.arange(0, 2 * BN)
-    n = column + (c // 2 if MIXED else c % BN)
     c = 2 * column + c if MIXED else column + c % BN + c // BN * N
-    return tl.load(bias + g.to(tl.int64) * 2 * N + c, mask=(n < N) & (g < G), other=0.0).to(tl.float32)[None, :]
+    return tl.load(bias + g.to(tl.int64) * 2 * N + c, mask=(c < 2 * N) & (g < G), other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit

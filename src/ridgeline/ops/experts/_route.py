@@ -157,7 +157,7 @@ def route(pairs: Pairs) -> None:
         return launch(_put, (1,), pairs, None, n, E, **tile)
     table, columns = torch.empty((blocks + 1, POW), dtype=torch.int32, device=pairs.ends.device), min(POW, 16)
     launch(_count, (blocks,), table, pairs, n, E, **tile)
-    launch(_scan, (POW // columns,), table, blocks, POW=POW, ROWS=min(512, 8192 // columns), COLUMNS=columns)
+    launch(_scan, (POW // columns,), table, blocks, POW=POW, ROWS=256, COLUMNS=columns, num_warps=8)
     launch(_put, (blocks,), pairs, table, n, E, **tile)
 
 
