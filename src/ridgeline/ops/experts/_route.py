@@ -2,8 +2,8 @@
 
 A pair p = t k + j is token t's choice j. Its place among all pairs sorted by expert, where pairs of one expert keep
 their order, is the number of pairs of lower experts, plus those of its own before it. Programs count the pairs of a
-block; the counts of the blocks before it are summed; then each pair counts its like in its block. Nothing is sorted, and
-no count depends on a race. A pair whose index is no expert's comes after all, and makes its token NaN.
+block; the counts of the blocks before it are summed; then each pair counts its like in its block. Nothing is sorted,
+and no count depends on a race. A pair whose index is no expert's comes after all, and makes its token NaN.
 """
 
 from __future__ import annotations
