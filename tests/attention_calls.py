@@ -173,3 +173,7 @@ def lawful_call(call: dict[str, Any], device: str, impls: list[str]) -> None:
             else whole.masked_fill(whole < 0, -torch.inf)
         )
     lawful("attention", args, call["options"] | {"mask": mask}, impls)
+
+
+def soft_capped(scores: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return cap * torch.tanh(scores / cap) if cap else scores

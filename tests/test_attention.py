@@ -53,7 +53,7 @@ def test_all_options_on_hopper() -> None:
         nonlocal served
         B, Hkv, G, sq, sk, D = call["sizes"]
         dtype = torch.bfloat16 if call["dtype"] == torch.float32 else call["dtype"]
-        chosen = call["options"] | {"softcap": None, "scale": abs(call["options"]["scale"] or 0.2)}
+        chosen = call["options"] | {"scale": abs(call["options"]["scale"] or 0.2)}
         D = D - 64 if 128 < D <= 192 else D
         args = qkv((B, Hkv * G, sq, D), (B, Hkv, sk, D), "cuda", dtype=dtype)
         if call["order"]:

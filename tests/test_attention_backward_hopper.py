@@ -16,7 +16,7 @@ import torch
 import triton
 from torch.nn.functional import pad
 
-from attention_calls import bands, exact_partial
+from attention_calls import bands, exact_partial, soft_capped
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.cuda import TensorMap
@@ -33,6 +33,7 @@ from ridgeline.ops.attention.hopper import (
     backward_work,
     pipeline,
     products,
+    softmax,
 )
 from ridgeline.ops.attention.triton.tiles import Heads
 from ridgeline.tiles import hopper as shared_hopper
@@ -57,7 +58,7 @@ class Kernel:
         self.turns, self.works = turns, []  # type: ignore[var-annotated]
         names = language(turns)
         kinds = backward_pipeline, backward_work, backward_dq, backward, backward_wide
-        define(names, shared_hopper, warpgroup, pipeline, products, *kinds)
+        define(names, shared_hopper, warpgroup, pipeline, products, softmax, *kinds)
         kind = type("Fenced", (Fenced,), {"turns": turns})
 
         def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -148,6 +149,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
             given["window_align"] = dice.choice(("top_left", "bottom_right"))
     if given["causal"] and "window" not in given and dice.random() < 0.5:
         given["prefix"] = dice.randint(1, columns + 70)
+    if dice.random() < 0.4:
+        given["softcap"] = dice.choice((0.7, 20.0))
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2, 4)), rows, columns, D), given
 
 
@@ -280,7 +283,7 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
         k, v = (torch.randn(B, kv, columns, D).to(dtype) for _ in range(2))
         band = options(D, **given).band(rows, columns)
         exact = [t.double().requires_grad_() for t in (q, k, v)]
-        scores = exact[0] @ exact[1].repeat_interleave(group, 1).mT * D**-0.5
+        scores = soft_capped(exact[0] @ exact[1].repeat_interleave(group, 1).mT * D**-0.5, given.get("softcap"))
         if band is not None:
             scores = scores.masked_fill(~band.seen(rows, columns, torch.device("cpu")), -torch.inf)
         o = scores.softmax(-1).nan_to_num(0) @ exact[2].repeat_interleave(group, 1)

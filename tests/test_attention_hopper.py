@@ -20,7 +20,7 @@ import torch
 import triton
 
 import ridgeline
-from attention_calls import bands, exact_partial
+from attention_calls import bands, exact_partial, soft_capped
 from ridgeline import device
 from ridgeline.boundary import Launch, observe
 from ridgeline.cuda import TensorMap
@@ -54,7 +54,7 @@ class Kernel:
             0,
             Counter[int](),
         )
-        self.lse, self.sinks, self.listed, self.maps, self.sizes, self.factor = launch.args
+        self.lse, self.sinks, self.listed, self.maps, self.sizes, self.scale = launch.args
         self.program, self.programs = program, launch.grid[0]
 
     def names(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Kernel:
         names, facts, maps = self.names(), self.facts, self.maps
         groups, wide = facts.GROUPS, maps.q.block_shape[-1]
         plan = object.__new__(names["TileScheduler"])
-        plan.__dict__.update(self.sizes._asdict(), factor=self.factor, RULES=facts, BM=64 * groups)
+        plan.__dict__.update(self.sizes._asdict(), **self.scale._asdict(), RULES=facts, BM=64 * groups)
         plan.PACKED = self.listed is not None
 
         def ring(source: Any, size: int, readers: int) -> Any:
@@ -170,6 +170,8 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
         given["window_align"] = dice.choice(("top_left", "bottom_right"))
     if given["causal"] and "window" not in given and dice.random() < 0.5:
         given["prefix"] = dice.randint(1, columns + 70)
+    if dice.random() < 0.3:
+        given["softcap"] = dice.choice((0.7, 20.0))
     return (dice.choice((1, 2)), kv, group, rows, columns, D), given
 
 
@@ -214,7 +216,7 @@ def test_every_row_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
             assert grown or not kernel.again, f"{tuple(q.shape)} {columns} {given}: a block was made again for nothing"
             again[launch.constants["RULES"].MASKS] += kernel.again
         band = options(D, **given).band(rows, columns)
-        scores = q.double() @ k.double().repeat_interleave(group, 1).mT * D**-0.5
+        scores = soft_capped(q.double() @ k.double().repeat_interleave(group, 1).mT * D**-0.5, given.get("softcap"))
         if band is not None:
             scores = scores.masked_fill(~band.seen(rows, columns, torch.device("cpu")), -torch.inf)
         if sinks is not None:

@@ -302,6 +302,33 @@ def test_op_files_are_short() -> None:
     assert statistics.median(map(lines, OPS)) <= 150, {p.stem: lines(p) for p in OPS}
 
 
+COLUMNS = 120
+# Ruff holds Python to the same width.
+WRITTEN = [
+    path
+    for folder in ("src", "docs", "examples", "tests")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".cu", ".cuh", ".js", ".css", ".j2")
+]
+
+
+def wide(path: Path) -> list[str]:
+    """Returns the lines of a file that have too many columns, with their numbers."""
+    rows = enumerate(path.read_text().splitlines(), 1)
+    return [f"{path.name}:{n}: {len(row)} columns" for n, row in rows if len(row) > COLUMNS]
+
+
+def test_lines_have_at_most_120_columns() -> None:
+    assert {path.suffix for path in WRITTEN} == {".cu", ".cuh", ".js", ".css", ".j2"}
+    assert not [line for path in WRITTEN for line in wide(path)]
+
+
+def test_detects_a_line_that_is_too_long(tmp_path: Path) -> None:
+    path = tmp_path / "a.cuh"
+    path.write_text(f"{'x' * COLUMNS}\n{'ü' * COLUMNS}\n{'x' * (COLUMNS + 1)}\n")
+    assert wide(path) == ["a.cuh:3: 121 columns"]
+
+
 def test_few_environment_variables() -> None:
     read = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\.pop\(|\[)|getenv\()\s*["'](\w+)["']""")
     names = {name for path in PYTHON for name in read.findall(path.read_text())}

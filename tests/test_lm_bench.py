@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,14 @@ def test_attention_without_a_gpu_says_what_is_unsupported(capsys: pytest.Capture
     assert "unsupported" in capsys.readouterr().out
 
 
+def test_compiled_attention_is_timed_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its graph is kept for several backwards."""
+    flags = "--device", "cpu", "--budget", "0.01", "--steps", "2", "--seq", "64", "--dim", "16"
+    (row,) = rows(capsys, "attention", *flags, "--impls", "compiled")
+    assert "error" not in row
+    assert set(row["seconds"]) == {"forward", "backward", "both"}
+
+
 def test_scores_beyond_memory_are_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(lab, "memory_of", lambda device: 1 << 30)
     flags = "--device", "cpu", "--grid", "20", "--seq", "16384", "--dim", "16", "--impls", "plain"
@@ -182,6 +191,21 @@ def test_a_point_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(attention, "_figures", broken)
     assert run("attention", "--device", "cpu", "--seq", "64", "--dim", "16", "--impls", "tiled") == 1
     assert "tiled: failed: ValueError: a mistake\n" in capsys.readouterr().out
+
+
+def test_an_interrupted_grid_keeps_its_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def figures(point: Any, *_: Any) -> Any:
+        if point.dim == 64:
+            raise KeyboardInterrupt
+        raise ValueError("no figures")
+
+    monkeypatch.setattr(attention, "_figures", figures)
+    flags = "--device", "cpu", "--seq", "64", "--impls", "tiled", "--record", str(tmp_path / "rows.jsonl")
+    assert run("attention", *flags) == 130
+    (row,) = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert (row["type"], row["dim"], row["error"]) == ("lm attention", 16, "failed: ValueError: no figures")
 
 
 def test_a_slow_point_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:

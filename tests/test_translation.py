@@ -14,6 +14,7 @@ from ridgeline.lab import passages, translated
 from ridgeline.lab.analysis.lesson.wording import MESSAGES, REASONS
 from ridgeline.lab.measurement.law import Finding, Verdict
 from ridgeline.lab.presentation import catalogues, spoken
+from ridgeline.lab.presentation.report import chinese
 from ridgeline.translation import PLACE, Catalogue, Entry, read, written
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,6 +182,17 @@ def test_errors_in_chinese(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_lesson_in_chinese(number: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["lesson", str(number), "--lang", "zh"]) == 0
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("english_after")
+def test_the_report_in_chinese_wherever_its_sentences_are_wrapped() -> None:
+    said = [message for message in chinese.messages() if not PLACE.search(message)]
+    assert len(said) > 30
+    translation.choose("zh")
+    for message in said:
+        wrapped = re.sub(" ", "\n    ", message)
+        assert chinese.spoken(f"<dd>{wrapped}</dd>") == f"<dd>{translation.commands().texts[message]}</dd>"
+    assert chinese.spoken("<dd>a word\n    that has none</dd>") == "<dd>a word\n    that has none</dd>"
 
 
 def test_the_hints_of_a_wrong_kernel_in_chinese(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.autograd.graph import saved_tensors_hooks
 
 from ridgeline.lm import lab
@@ -180,10 +182,16 @@ def _figures(point: Point, impl: str, device: torch.device, options: argparse.Na
 
 
 def measured(options: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yields the rows of the flags, point by point."""
+    """Yields the rows of the flags, point by point, and records each at once: an interruption keeps those before."""
     for point in points(options):
         for impl in options.impls:
-            yield row_of(point, impl, device, options)
+            # A compiled graph is kept for several backwards.
+            kept = torch._functorch.config.patch(donated_buffer=False) if impl == "compiled" else nullcontext()
+            with kept:
+                row = row_of(point, impl, device, options)
+            if options.record:
+                lab.record(options.record, [row], "attention")
+            yield row
             if impl == "compiled":
                 torch._dynamo.reset()  # torch.compile refuses a function after eight shapes
             lab.release(device)
@@ -220,8 +228,6 @@ def main(options: argparse.Namespace) -> int:
         implementation(name)
     lab.recordable(options.record)
     rows = list(measured(options, device))
-    if options.record:
-        lab.record(options.record, rows, "attention")
     if options.json:
         print(json.dumps(rows))
     else:

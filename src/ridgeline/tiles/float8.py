@@ -30,6 +30,21 @@ def encoded(v, NATIVE: tl.constexpr):
     return code
 
 
+@triton.constexpr_function
+def _four(FORMAT):
+    signs = " ".join(f"copysign.f32 v{n}, ${n + 5}, ${n + 1};" for n in range(4))
+    pairs = " ".join(f"cvt.rn.satfinite.{FORMAT}x2.f32 {to}, v{n + 1}, v{n};" for n, to in ((0, "low"), (2, "high")))
+    return f"{{ .reg .f32 v<4>; .reg .b16 low, high; {signs} {pairs} mov.b32 $0, {{low, high}}; }}"
+
+
+@triton.jit
+def encoded_in_fours(v, sign, FORMAT: tl.constexpr):
+    """As `encoded` on NVIDIA GPUs from sm_89 on, for "e4m3" or "e5m2", where a thread has a multiple of four numbers:
+    their codes come in one register. sign: whose signs the codes have."""
+    kinds: tl.constexpr = "=r,f,f,f,f,f,f,f,f"
+    return tl.inline_asm_elementwise(_four(FORMAT), kinds, [v, sign], dtype=tl.uint8, is_pure=True, pack=4)
+
+
 @triton.jit
 def decoded(code, NATIVE: tl.constexpr):
     """The float32 values of codes (uint8)."""
@@ -43,20 +58,16 @@ def decoded(code, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encoded_e5m2(v, NATIVE: tl.constexpr):
+def encoded_e5m2(v):
     """The codes (uint8) nearest to float32 values, ties to even; 57344's beyond 57344; 0x7f for NaN."""
-    if NATIVE:
-        code = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        bits = v.to(tl.uint32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        # Drops 21 mantissa bits, and lowers the exponent's bias by 112.
-        normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - 448
-        # The last bit of 2^7 is 2^-16.
-        small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
-        code = tl.minimum(tl.where(size < 0x38800000, small, normal), 0x7B)  # below 2^-14 codes are evenly spaced
-        code = (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return code
+    bits = v.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Drops 21 mantissa bits, and lowers the exponent's bias by 112.
+    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - 448
+    # The last bit of 2^7 is 2^-16.
+    small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
+    code = tl.minimum(tl.where(size < 0x38800000, small, normal), 0x7B)  # below 2^-14 codes are evenly spaced
+    return (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -1,19 +1,20 @@
 // Products with a left operand of which two in four are kept, on the tensor cores: by a warp (mma.sp, sm_80 and later)
 // or by four (wgmma.sp, Hopper), with float32 sums.
 //
-// A lane gives the columns that were kept for two rows, lane / 4 and 8 below, in the halves of a word: two bits for each
-// kept number, so 16 bits are 16 columns. Over 64 columns, lane % 4 has those from 16 (lane % 4) on. An instruction takes
-// 32 columns, and its selector which two lanes of each four it reads: 0 and 1, or 2 and 3.
+// A lane gives the columns that were kept for two rows, lane / 4 and 8 below, in the halves of a word: two bits for
+// each kept number, so 16 bits are 16 columns. Over 64 columns, lane % 4 has those from 16 (lane % 4) on. An
+// instruction takes 32 columns, and its selector which two lanes of each four it reads: 0 and 1, or 2 and 3.
 #pragma once
 #include "mma.cuh"
 
-// Bytes instead of halves are twice as many columns in the same place. A word is then 32 columns of one row, lane / 4 for
-// even lanes and 8 below for odd ones, and all lanes of each four are read.
+// Bytes instead of halves are twice as many columns in the same place. A word is then 32 columns of one row, lane / 4
+// for even lanes and 8 below for odd ones, and all lanes of each four are read.
 // A lane's word over 64 columns, of rows of 8 bytes in shared memory that begin with the first of 16 rows.
 __device__ inline unsigned kept_columns(const void* rows) {
     const int lane = threadIdx.x % 32;
     unsigned word;
-    asm volatile("{ .reg .b16 low, high; ld.shared.b16 low, [%1]; ld.shared.b16 high, [%1 + 64]; mov.b32 %0, {low, high}; }"
+    asm volatile("{ .reg .b16 low, high; ld.shared.b16 low, [%1]; ld.shared.b16 high, [%1 + 64]; "
+                 "mov.b32 %0, {low, high}; }"
                  : "=r"(word)
                  : "r"(shared_address(rows) + lane / 4 * 8 + lane % 4 * 2)
                  : "memory");

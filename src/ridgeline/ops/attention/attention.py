@@ -210,6 +210,7 @@ def _case(batch: int, heads: int, length: int, D: int, use: str = "bench", kv: i
     note = given.pop("note", "")
     name = f"{batch}x{heads}{f'/{kv}' if kv else ''}x{length}x{D}{' causal' if given.get('causal') else ''}"
     name += f" window {given['window'][0]}" if "window" in given else ""
+    name += f" softcap {given['softcap']:g}" if "softcap" in given else ""
     name += " deterministic" if given.get("deterministic") else note
     keys = Spec(batch, kv or heads, length, D)
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "grid": ("bfloat16", "float32")}[use]
@@ -306,6 +307,8 @@ ATTENTION = OPS[False] = Op(
             for order in ORDERS
             for h, kv, s in ((32, 8, 2048), (8, 1, 8192))
         ),
+        _case(1, 8, 4096, 256, kv=4, causal=True, softcap=50.0),  # Gemma 2 2B's
+        _case(1, 32, 4096, 128, kv=16, causal=True, softcap=50.0),  # Gemma 2 27B's
         *(_decode(b, 1, s) for b, s in ((1, 8192), (1, 32768), (16, 8192))),
         _decode(4, 8, 8192, causal="bottom_right"),
     ],

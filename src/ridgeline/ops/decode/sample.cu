@@ -1,7 +1,7 @@
-// sample by thread-block clusters: a cluster of CLUSTER blocks holds a row in registers, as keys whose unsigned order is
-// that of the logits, and reads it once. Cuts are found by histograms: first of equal steps of the logit, which spread
-// the atomics, then of equal steps of the key inside the boundary bin, until one key is left. Masses are whole numbers
-// of 2^-40 of the largest, as in _sample_rows.py, which draws the same tokens.
+// sample by thread-block clusters: a cluster of CLUSTER blocks holds a row in registers, as keys whose unsigned order
+// is that of the logits, and reads it once. Cuts are found by histograms: first of equal steps of the logit, which
+// spread the atomics, then of equal steps of the key inside the boundary bin, until one key is left. Masses are whole
+// numbers of 2^-40 of the largest, as in _sample_rows.py, which draws the same tokens.
 // Macros: XTYPE; CLUSTER; THREADS; CHUNKS packs of VECTOR elements a thread; MASK, whether there is a mask.
 #include "elementwise.cuh"
 

@@ -42,18 +42,18 @@ __device__ inline uint4 load_once(const uint4* from) {
     return v;
 }
 
-// What a lane reads of its two rows of W, 8 apart, for some steps: 32 codes of each step. Its scales and zeros are those
-// of the step of its place among the four lanes of a row.
+// What a lane reads of its two rows of W, 8 apart, for some steps: 32 codes of each step. Its scales and zeros are
+// those of the step of its place among the four lanes of a row.
 struct Ahead {
     uint4 code[AHEAD][2];
     float scale[2];
     unsigned zero[2];
 };
 
-// Block (b, s) makes the sums of 16 WARPS rows of W and all rows of x over part s of K: parts (s, M, N). In a step of 128
-// columns lane c of a row has columns 32 c to 32 c + 31. The order of columns within a product is free, so words are cut
-// where that is cheap: a product takes codes i, i + 4 and i + 1, i + 5 of a word, and x lies in shared memory in that
-// order, for each step and word a row after the other.
+// Block (b, s) makes the sums of 16 WARPS rows of W and all rows of x over part s of K: parts (s, M, N). In a step of
+// 128 columns lane c of a row has columns 32 c to 32 c + 31. The order of columns within a product is free, so words
+// are cut where that is cheap: a product takes codes i, i + 4 and i + 1, i + 5 of a word, and x lies in shared memory
+// in that order, for each step and word a row after the other.
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     int4_mma(float* parts, const uint4* q, const STYPE* scale, const unsigned char* zero, const XTYPE* x, int M, int N,
              int K, long long x_row) {

@@ -3,8 +3,8 @@
 // The sparse operand is the left one, so a block computes a tile of W x^T: 128 rows of W by 128 rows of x. Both walk K
 // in steps of 64 through a ring of STAGES, by asynchronous copies; a warp has 64 x 32. The tile turns in shared memory
 // before it is stored. Values are read once, half of K wide, and their columns as eight bytes a row and step.
-// With INT8, x and values are bytes: twice as many columns lie in the same tiles, and sums are int32. They are scaled by
-// a number for each row of x and of W before they are rounded.
+// With INT8, x and values are bytes: twice as many columns lie in the same tiles, and sums are int32. They are scaled
+// by a number for each row of x and of W before they are rounded.
 // Macros besides those of matrix.cuh: BFLOAT16, of the result; INT8; BIAS; STAGES; BAND, rows of tiles per band.
 #include "matrix.cuh"
 #include "sparse.cuh"
@@ -90,9 +90,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             ask<DEPTH>(to.x, x, K, M, K, tile.row, k);
             if (threadIdx.x < BLOCKS * SIDE) {
                 const int block = min(asked * BLOCKS + (int)threadIdx.x / SIDE, blocks - 1), n = threadIdx.x % SIDE;
+                const auto* from = metadata + (long long)block * N + min(tile.column + n, N - 1);
                 asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
                                  shared_address(to.kept[threadIdx.x / SIDE] + n)),
-                             "l"(__cvta_generic_to_global(metadata + (long long)block * N + min(tile.column + n, N - 1)))
+                             "l"(__cvta_generic_to_global(from))
                              : "memory");
             }
         }

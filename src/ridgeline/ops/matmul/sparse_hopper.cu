@@ -3,13 +3,13 @@
 // The sparse operand is the left one, so a block computes tiles of W x^T: 128 rows of W by BM rows of x. One warp loads
 // steps of 64 along K through a ring of STAGES: values, half of K wide, the eight bytes of each row that tell their
 // columns, and x. Two warpgroups multiply 64 rows of W each. A sparse product takes 32 of K in the time of 16, so tiles
-// must arrive twice as fast: a cluster is DOWN x ACROSS blocks with neighbouring tiles. Blocks that share rows of x each
-// load a part and multicast it; so do those that share rows of W. A slot of the ring is free once every block that
+// must arrive twice as fast: a cluster is DOWN x ACROSS blocks with neighbouring tiles. Blocks that share rows of x
+// each load a part and multicast it; so do those that share rows of W. A slot of the ring is free once every block that
 // shares it has read it. Sums turn on their way to shared memory (stmatrix.trans), and TMA stores rows of y.
-// With INT8, x and values are bytes: twice as many columns lie in the same tiles, and sums are int32, scaled by a number
-// for each row of x and of W.
-// Macros: BFLOAT16, of the result; INT8; BIAS; BM, STAGES, BOARDS, GROUP, DOWN, ACROSS; LAG, by how many steps the second group starts later,
-// so that the two do not end a tile together.
+// With INT8, x and values are bytes: twice as many columns lie in the same tiles, and sums are int32, scaled by a
+// number for each row of x and of W.
+// Macros: BFLOAT16, of the result; INT8; BIAS; BM, STAGES, BOARDS, GROUP, DOWN, ACROSS; LAG, by how many steps the
+// second group starts later, so that the two do not end a tile together.
 #include "elementwise.cuh"
 #include "sparse.cuh"
 
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     Shared& s = *reinterpret_cast<Shared*>((reinterpret_cast<unsigned long long>(memory) + 1023) & ~1023ull);
     const int rank = blockIdx.x % (DOWN * ACROSS), cluster = blockIdx.x / (DOWN * ACROSS),
               clusters = gridDim.x / (DOWN * ACROSS);
-    const int tiles = down * across, steps = (blocks + BLOCKS - 1) / BLOCKS, group = threadIdx.x / 128, row_of_it = rank % DOWN, column_of_it = rank / DOWN;
+    const int tiles = down * across, steps = (blocks + BLOCKS - 1) / BLOCKS;
+    const int group = threadIdx.x / 128, row_of_it = rank % DOWN, column_of_it = rank / DOWN;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(&s.full[i]);
@@ -143,8 +144,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 if (tells) barrier_arrive_at(&s.empty[slot], thread);
                 if (++slot == STAGES) slot = 0, odd ^= 1;
             }
+            // No sum is read before the wait.
 #pragma unroll
-            for (int i = 0; i < BM / 2; i++) asm volatile("" : SUM_REGISTER(sums[i])::"memory");  // no read before the wait
+            for (int i = 0; i < BM / 2; i++) asm volatile("" : SUM_REGISTER(sums[i])::"memory");
             const int n = at.n + me * 64 + warp * 16 + lane / 4;
             float add[2], scale[2];
 #pragma unroll

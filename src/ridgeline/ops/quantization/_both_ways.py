@@ -116,10 +116,10 @@ def _both(
             scale_turned, _ = scaled(high_turned, high_turned, TOP, True)
             tl.store(scales + row * across + j, scale, mask=row < rows)
             tl.store(scales_turned + column * down + i, scale_turned, mask=column < columns)
-    code = coded(v, scale, 0, TOP, NATIVE)
+    code = coded(v, scale, 0, TOP, NATIVE, x.data.dtype.element_ty)
     tl.store(q + row * columns + column, code, mask=inside)
     if KIND == "row" or KIND == "line":
-        code = coded(v, scale_turned, 0, TOP, NATIVE)
+        code = coded(v, scale_turned, 0, TOP, NATIVE, x.data.dtype.element_ty)
     tl.store(turned + column * rows + row, code, mask=inside)
 
 

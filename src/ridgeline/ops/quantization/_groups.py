@@ -23,11 +23,12 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import INTERPRETED, launch
 from ridgeline.op import RidgelineError, dense_only
-from ridgeline.tiles.float8 import decoded, encoded, encoded_e5m2, halves
+from ridgeline.tiles.float8 import decoded, encoded, encoded_e5m2, encoded_in_fours, halves
 
 PARTS = 512  # programs that find a tensor's extremes
 LEAST = 2.0**-126  # the least scale
 TINY = tl.constexpr(LEAST)
+FUSED = tl.constexpr(not INTERPRETED)  # the interpreter rounds twice in a fused multiply-add
 # Without it, torch.compile's quotients differ in their last bits, and so do codes.
 RIGHT: dict[str, Any] = {"eager_numerics.division_rounding": True}
 BLOCK = 128  # numbers along a side of fp8's blocks
@@ -86,15 +87,39 @@ def scaled(low, high, TOP: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def coded(v, scale, zero, TOP: tl.constexpr, NATIVE: tl.constexpr):
-    """v as 8-bit codes: int8, e4m3 (TOP 448) or e5m2 (TOP 57344)."""
-    quotient = tl.div_rn(v, scale)
-    if TOP == 448:
-        return encoded(quotient, NATIVE)
+def quotient(v, scale, kind: tl.constexpr):
+    """v / scale as a correctly rounded division gives it, where v's group has found that scale, but for a zero's sign.
+
+    kind: the dtype that v came in. The scale's reciprocal is made once, and fused multiply-adds correct the product
+    with it: once for halves, for which all pairs of significands have been tried, twice for float32 (Markstein).
+    """
+    lift = tl.where(scale < 8.673617379884035e-19, 1.2089258196146292e24, 1.0)  # 2^80, so no remainder is subnormal
+    scale *= lift
+    endless = scale == float("inf")  # its quotients are zeros, or NaN for infinities and NaN
+    inverse = tl.where(endless, 0.0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
+    less = tl.where(endless, 0.0, -scale)
+    lifted = v * lift
+    found = lifted * inverse
+    found = tl.fma(tl.fma(found, less, lifted), inverse, found)
+    if kind.primitive_bitwidth > 16:
+        found = tl.fma(tl.fma(found, less, lifted), inverse, found)
+    return found
+
+
+@triton.jit
+def coded(v, scale, zero, TOP: tl.constexpr, NATIVE: tl.constexpr, kind: tl.constexpr):
+    """v as 8-bit codes: int8, e4m3 (TOP 448) or e5m2 (TOP 57344). kind: v's dtype in memory; None if the scale is a
+    given one, which may be too small for v."""
+    QUICK: tl.constexpr = FUSED and kind is not None and (NATIVE or TOP == 127)
+    shares = quotient(v, scale, kind) if QUICK else tl.div_rn(v, scale)
+    if NATIVE:  # only 8-bit floats: every tile has a multiple of four numbers a thread
+        return encoded_in_fours(shares, v, "e4m3" if TOP == 448 else "e5m2")
+    elif TOP == 448:
+        return encoded(shares, False)
     elif TOP == 57344:
-        return encoded_e5m2(quotient, NATIVE)
+        return encoded_e5m2(shares)
     else:
-        return tl.minimum(tl.maximum(_whole(quotient) + zero, -128.0), 127.0).to(tl.int32).to(tl.int8)
+        return tl.minimum(tl.maximum(_whole(shares) + zero, -128.0), 127.0).to(tl.int32).to(tl.int8)
 
 
 @triton.jit
@@ -129,7 +154,8 @@ def _tiles(
     if GM > 1:
         high = tl.max(high, 0, keep_dims=True)
     scale, zero = scaled(high, high, TOP, True)
-    tl.store(q + row * columns + column, coded(v, scale, zero, TOP, NATIVE), mask=inside)
+    code = coded(v, scale, zero, TOP, NATIVE, x.data.dtype.element_ty)
+    tl.store(q + row * columns + column, code, mask=inside)
     first = down * (BM // GM) + tl.arange(0, BM // GM)[:, None, None]
     tl.store(scales + first * across + group, scale, mask=(first * GM < rows) & (group < across))
 
@@ -164,12 +190,14 @@ def _rows(
     tl.store(scales + row, scale)
     if not SYMMETRIC:
         tl.store(zeros + row, zero.to(tl.int32))
-    tl.store(q + column, coded(v, scale, zero, TOP, NATIVE), mask=column < columns)
+    code = coded(v, scale, zero, TOP, NATIVE, x.data.dtype.element_ty)
+    tl.store(q + column, code, mask=column < columns)
     if not ONE:
         for start in range(BK, columns, BK):
             at = start + column
             more = tl.load(values + at * x_column, mask=at < columns, other=0).to(tl.float32)
-            tl.store(q + start + column, coded(more, scale, zero, TOP, NATIVE), mask=at < columns)
+            code = coded(more, scale, zero, TOP, NATIVE, x.data.dtype.element_ty)
+            tl.store(q + start + column, code, mask=at < columns)
 
 
 @triton.jit
@@ -210,6 +238,7 @@ def _spread(
     TOP: tl.constexpr,
     SYMMETRIC: tl.constexpr,
     NATIVE: tl.constexpr,
+    GIVEN: tl.constexpr,
 ):
     """Every program finds the tensor's scale from the parts, and writes the codes of some tiles."""
     part = tl.arange(0, PARTS)
@@ -222,7 +251,8 @@ def _spread(
             tl.store(zeros, zero.to(tl.int32))
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         v, at, inside = _tile(x, tiles - 1 - tile, BM, BK)
-        tl.store(q + at, coded(v, scale, zero, TOP, NATIVE), mask=inside)
+        code = coded(v, scale, zero, TOP, NATIVE, None if GIVEN else x.data.dtype.element_ty)
+        tl.store(q + at, code, mask=inside)
 
 
 @triton.jit
@@ -295,12 +325,27 @@ def quantize(
         tile: dict[str, Any] = {"BM": 8192 // bk, "BK": bk, "num_warps": warps}
         tiles = triton.cdiv(rows, tile["BM"]) * triton.cdiv(columns, bk)
         count = min(PARTS, tiles)
-        if parts.numel() == 2:  # extremes that are known
+        given_ends = parts.numel() == 2
+        if given_ends:
             count = 1
         else:
             launch(reach, (count,), parts, given, tiles, SYMMETRIC=facts["SYMMETRIC"], **tile)
         grid = (min(tiles, 8 * gpu.multiprocessors),)
-        launch(_spread, grid, codes, scale, zero, parts, given, tiles, count, PARTS=PARTS, **tile, **facts)
+        launch(
+            _spread,
+            grid,
+            codes,
+            scale,
+            zero,
+            parts,
+            given,
+            tiles,
+            count,
+            PARTS=PARTS,
+            **tile,
+            **facts,
+            GIVEN=given_ends,
+        )
     else:
         gm, across = group[0], triton.cdiv(columns, BLOCK)
         g = 1 if gm > 1 else min(32, triton.next_power_of_2(across))

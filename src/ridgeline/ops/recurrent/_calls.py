@@ -157,16 +157,20 @@ def _gathered(t: Maybe, like: Maybe) -> Maybe:
     return t.to(like.dtype)
 
 
-def parts_of(grad: torch.Tensor, heads: int) -> torch.Tensor:
-    """Returns room for the parts of a gradient of q or k: itself, or float32 for each of `heads` value heads."""
+def parts_of(grad: torch.Tensor, heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns room for the parts of a gradient of q or k: itself, or a part for each of `heads` value heads.
+
+    dtype: the data's. Parts are float32, but for bfloat16 data where eight heads or more share a head: then a part's
+    rounding is one of many, and the sum's own weighs as much."""
     B, T, H, K = grad.shape
-    return grad if H == heads else torch.empty((B, T, heads, K), dtype=torch.float32, device=grad.device)
+    dtype = dtype if dtype == torch.bfloat16 and heads >= 8 * H else torch.float32
+    return grad if H == heads else torch.empty((B, T, heads, K), dtype=dtype, device=grad.device)
 
 
 def join_parts(grad: torch.Tensor, parts: torch.Tensor) -> None:
     """Sums the parts of a gradient over the heads that share its head."""
     if parts is not grad:
-        grad.copy_(parts.unflatten(2, (grad.shape[2], -1)).sum(3))
+        grad.copy_(parts.unflatten(2, (grad.shape[2], -1)).sum(3, dtype=torch.float32))
 
 
 def _in_place(name: str, op: Callable[[], Op], tensors: str, options: str, others: int) -> Any:

@@ -137,7 +137,7 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
     """The states again, their gradients, and two kernels over all chunks; another joins the parts of dg.
 
     gradients: of q, k, v, g, D, the step sizes and the first state. Those of q and k are of value heads or, where
-    these share q and k, of its heads: sums of a part in float32 for each value head."""
+    these share q and k, of its heads: sums of a part for each value head."""
     dq, dk, dv, dg, dD, dstep, dfirst = gradients
     plan = prepare(call)
     tiles, room, (B, T, HV, _) = plan.tiles, plan.room, call.v.shape
@@ -152,7 +152,7 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
             torch.empty((5, heads, room.chunks, room.unit), **fresh),
             torch.empty((heads, room.chunks), **fresh),
         )
-    parts_of_q = _calls.parts_of(dq, HV)
+    parts_of_q = _calls.parts_of(dq, HV, call.q.dtype)
     parts_of_k = dk if parts_of_q is dq else parts_of_q  # dq's parts are summed before
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
     grads = HeadGrads(parts_of_q, parts_of_k, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)

@@ -266,8 +266,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 // dx and sums may be null. sums: of dy xh and of dy, (concurrent images, 2, channels).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     group_bwd(const Y* dy, X* dx, float* sums, const X* x, const WTYPE* w, const BTYPE* b, const float* mean,
-              const float* rstd, int images, int groups, int size, long long dx_image, long long dx_step, long long dy_image,
-              long long dy_step, long long x_image, long long x_step) {
+              const float* rstd, int images, int groups, int size, long long dx_image, long long dx_step,
+              long long dy_image, long long dy_step, long long x_image, long long x_step) {
     let_next_come();
     Place place(groups, size);
     Shared& shared = place.shared;

@@ -3,10 +3,10 @@
 // rows in turn and prefetch the next ones; each thread keeps its columns' weights, and its sums for their gradients, in
 // registers.
 // Macros besides those of cluster_rows.cuh: X = Y; WTYPE of the weights; MEAN, whether the mean is subtracted; ADD,
-// whether there is a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one;
-// OFFSET, the number added to it; forward: BIAS, and LLAMA, whether the normalised row is rounded before it is
-// multiplied; BACKWARD, which kernel; for backward, DW and DB, which gradients are wanted, and PDL, whether the kernel that
-// adds up their parts starts early.
+// whether there is a residual (forward) or a gradient of the sum (backward); WEIGHT, whether there is one; OFFSET, the
+// number added to it; forward: BIAS, and LLAMA, whether the normalised row is rounded before it is multiplied;
+// BACKWARD, which kernel; for backward, DW and DB, which gradients are wanted, and PDL, whether the kernel that adds up
+// their parts starts early.
 #include "cluster_rows.cuh"
 #include "early.cuh"
 

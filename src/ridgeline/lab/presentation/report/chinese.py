@@ -50,8 +50,13 @@ PARTS = (
 def messages() -> list[str]:
     """Returns the messages of the page's template, with places for what is filled in."""
     text = SCRIPT.sub("", (HERE / "page.html.j2").read_text())
-    found = [match["text"] for match in ELEMENT.finditer(text) if "{%" not in match["text"]]
+    found = [flowing(match["text"]) for match in ELEMENT.finditer(text) if "{%" not in match["text"]]
     return [message for one in found if WORDS.search(re.sub(r"<[^>]*>|\{\{.*?\}\}", "", message := places(one)))]
+
+
+def flowing(text: str) -> str:
+    """Returns an element's text on one line, as a browser shows it, however its source is wrapped."""
+    return re.sub(r"\s+", " ", text)
 
 
 def places(text: str) -> str:
@@ -73,7 +78,7 @@ def _said(match: re.Match[str]) -> str:
     text = match["text"]
     if not WORDS.search(text):
         return match[0]
-    found = told(text)
-    if found == text and "<" in text:
+    found = told(message := flowing(text))
+    if found == message:
         found = ELEMENT.sub(_said, text)
     return match[1] + found + match[4]

@@ -26,7 +26,7 @@ from ridgeline.ops.attention.hopper.backward_pipeline import (
     make_row_ring,
     producer,
 )
-from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, read_work
+from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, probabilities, read_work
 from ridgeline.ops.attention.hopper.pipeline import ROWS, ring_place
 from ridgeline.ops.attention.hopper.products import (
     Sums,
@@ -130,16 +130,15 @@ def add_queries(ME: gl.constexpr, n, done, work, k, v, dk, dv, zero, memory, sch
         if TIGHT:
             mbarrier.wait(memory.v.ready, n & 1)
         products = start_scores(v, do, zero, REST)
-        p = gl.exp2(s * scheduler.factor - lse[None, :])
-        if work.masked(row):
-            p = work.hide(p, row, work.k_start + ME * ROWS)
+        p, s = probabilities(s, lse, row, work.k_start + ME * ROWS, work, scheduler)
         delta = memory.do.number(done, across)
         if TIGHT:
             packed = pack_pairs(p, dtype)
             half = pairs_to_operand(packed, dtype, left)
-            p = pairs_to_float(packed, dtype, s_layout)
+            p = pairs_to_float(pack_pairs(s, dtype) if scheduler.RULES.CAP else packed, dtype, s_layout)
         else:
             half = gl.convert_layout(p.to(dtype), left)
+            p = s
         dv_next = start_sums(half, do, dv)
         dp = warpgroup_mma_wait(2 if REST else 1, deps=(products,))
         ds = (p * (dp - delta[None, :])).to(dtype)
@@ -236,11 +235,11 @@ def _bwd(order, listed, shares, maps, sizes, scale, RULES: gl.constexpr):
 
 def start(
     programs: int, rest: int, options: tuple[bool, bool, bool, int, int, bool], order: Any, listed: Any, shares: Any,
-    maps: Any, sizes: Any, scale: Any, last: tuple[bool, int]
+    maps: Any, sizes: Any, scale: Any, last: tuple[bool, int, bool]
 ) -> None:  # fmt: skip
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order.
 
-    last: PREFIX and FLOAT."""
+    last: PREFIX, FLOAT and CAP."""
     tight = maps[0].box[-1] == 128
     rules = Rules(*options, tight, not tight, 2 if tight else 4, rest, *last)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)

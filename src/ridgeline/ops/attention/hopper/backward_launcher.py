@@ -68,7 +68,8 @@ def bwd(
     if left_over:
         shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
     sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, prefix or left, right
-    inputs = maps, sizes, (scale, scale * LOG2E), (prefix > 0, D if single else 0)
+    scales = scale, (softcap or scale) * LOG2E, 2 * LOG2E * scale / softcap if softcap else 0.0
+    inputs = maps, sizes, scales, (prefix > 0, D if single else 0, softcap > 0)
     options = back, ahead, down, group // apart, apart, deterministic
     if wide > 128:
         backward_wide.start_wide(pieces, options, order, listed, *inputs)

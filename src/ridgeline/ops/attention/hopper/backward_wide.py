@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ridgeline.boundary import launch
 from ridgeline.ops.attention.hopper.backward_dq import announcer, dq_consumer, make_announcements
 from ridgeline.ops.attention.hopper.backward_pipeline import Buffer, Maps, Memory, make_queue, make_row_ring, producer
-from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, read_work
+from ridgeline.ops.attention.hopper.backward_work import Rules, Scale, Sizes, WorkScheduler, probabilities, read_work
 from ridgeline.ops.attention.hopper.pipeline import ROWS, Ring, ring_place
 from ridgeline.ops.attention.hopper.products import (
     Sums,
@@ -75,13 +75,13 @@ def value_consumer(dv_out, memory, given, scheduler):
             scores = start_scores(k, q, zero, 0)
             lse = memory.q.number(done, gl.SliceLayout(0, s_layout))
             s = warpgroup_mma_wait(0, deps=(scores,))
-            p = gl.exp2(s * scheduler.factor - lse[None, :])
-            if work.masked(row):
-                p = work.hide(p, row, work.k_start)
+            p, to_ds = probabilities(s, lse, row, work.k_start, work, scheduler)
             packed = pack_pairs(p, dtype)
             do = memory.do.take(done)
             dv_next = warpgroup_mma(pairs_to_operand(packed, dtype, operand_layout(d_layout)), do, dv, is_async=True)
             given.await_free(done)
+            if scheduler.RULES.CAP:
+                packed = pack_pairs(to_ds, dtype)
             given.tile(done).store(in_order(packed))
             fence_async_shared()
             given.end(done)
@@ -186,11 +186,11 @@ def start_wide(
     maps: Any,
     sizes: Any,
     scale: Any,
-    last: tuple[bool, int],
+    last: tuple[bool, int, bool],
 ) -> None:
     """Starts the kernel with so many programs. maps, sizes, scale, options (to ORDERED): in the bundles' order.
 
-    last: PREFIX and FLOAT."""
+    last: PREFIX, FLOAT and CAP."""
     rules = Rules(*options, False, False, 2, 0, *last)
     bundles = Maps(*maps), Sizes(*sizes), Scale(*scale)
     launch(_bwd_wide, (programs,), order, listed, *bundles, RULES=rules, num_warps=4, maxnreg=128)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.language.core import _aggregate as aggregate
 
 from ridgeline.ops.attention.hopper.pipeline import ROWS
+from ridgeline.ops.attention.hopper.softmax import soft_cap
 from ridgeline.tiles.warpgroup import sequence_row, uniform
 
 
@@ -31,7 +32,8 @@ class Sizes(NamedTuple):
 
 class Scale(NamedTuple):
     scale: Any
-    factor: Any  # scale for exponentials of base 2; computed here, ptxas would repeat it at every use
+    factor: Any  # scale, or the softcap, for exponentials of base 2; here, since ptxas would repeat it at every use
+    share: Any  # with CAP, of scores for the exponential in their tanh
 
 
 class Rules(NamedTuple):
@@ -49,6 +51,7 @@ class Rules(NamedTuple):
     REST: int  # columns beyond the first half of a tile, 0 if D fills the tile
     PREFIX: bool = False  # whether all queries see a number of first keys; without LEFT
     FLOAT: int = 0  # D if dK and dV leave in float32, which the registers store; 0 if they have k's dtype
+    CAP: bool = False  # whether scores have a softcap
 
 
 @aggregate
@@ -68,6 +71,7 @@ class WorkScheduler:
     window_right: gl.tensor
     scale: gl.tensor
     factor: gl.tensor
+    share: gl.tensor
     RULES: gl.constexpr
     PACKED: gl.constexpr
     SPAN: gl.constexpr  # keys per piece
@@ -78,7 +82,7 @@ class WorkScheduler:
         # Triton 3.6 drops the names of a NamedTuple here.
         self.pieces, self.entire, self.parts, self.heads, self.section, self.key_heads, *others = sizes
         self.tiles, self.columns, self.shift, self.window_left, self.window_right = others
-        self.scale, self.factor = scale
+        self.scale, self.factor, self.share = scale
         self.RULES = gl.constexpr(RULES)
         self.PACKED = gl.constexpr(PACKED)
         self.SPAN = gl.constexpr(SPAN)
@@ -91,7 +95,7 @@ class WorkScheduler:
             self.pieces, self.entire, self.parts, self.heads, self.section, self.key_heads, tiles, columns, shift,
             self.window_left, self.window_right
         )  # fmt: skip
-        scale = Scale(self.scale, self.factor)
+        scale = Scale(self.scale, self.factor, self.share)
         return WorkScheduler(sizes, scale, self.RULES, self.PACKED, self.SPAN, self.SPLIT)
 
     @gluon.jit
@@ -319,3 +323,22 @@ def read_work(queue, n, item, scheduler):
     else:
         work = scheduler.find(item, None)
     return work
+
+
+@gluon.jit
+def probabilities(s, lse, row, first, work, scheduler):
+    """Returns probabilities, keys down from `first` and queries across from `row`, and what dP - delta multiplies.
+
+    s: products of keys and queries. The second is the first, with a softcap times the slope of its tanh.
+    """
+    if scheduler.RULES.CAP:
+        s, slope = soft_cap(s, scheduler.share)
+        p = gl.exp2(s * scheduler.factor - lse[None, :])
+        if work.masked(row):
+            p = work.hide(p, row, first)
+        return p, p * slope
+    else:
+        p = gl.exp2(s * scheduler.factor - lse[None, :])
+        if work.masked(row):
+            p = work.hide(p, row, first)
+        return p, p

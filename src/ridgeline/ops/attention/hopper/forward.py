@@ -21,7 +21,7 @@ from ridgeline.boundary import launch
 from ridgeline.ops.attention.hopper.epilogue import store_lse, store_output
 from ridgeline.ops.attention.hopper.pipeline import ROWS, make_ring, write_record
 from ridgeline.ops.attention.hopper.products import Sums, no_sums, pack_pairs, pairs_to_operand, start_scores
-from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, Tile, TileScheduler
+from ridgeline.ops.attention.hopper.scheduler import Rules, Scale, Sizes, Tile, TileScheduler
 from ridgeline.ops.attention.hopper.softmax import (
     State,
     declare_overflow,
@@ -328,10 +328,10 @@ def consumer(ME: gl.constexpr, out, lse, sinks, rings, scheduler):
 
 
 @gluon.jit(do_not_specialize=["sizes"])
-def _fwd(lse, sinks, listed, maps, sizes, factor, RULES: gl.constexpr):
+def _fwd(lse, sinks, listed, maps, sizes, scale, RULES: gl.constexpr):
     GROUPS: gl.constexpr = RULES.GROUPS
     STAGES: gl.constexpr = RULES.STAGES
-    scheduler = TileScheduler(sizes, factor, RULES, GROUPS * ROWS, listed is not None)
+    scheduler = TileScheduler(sizes, scale, RULES, GROUPS * ROWS, listed is not None)
     q = make_ring(maps.q, GROUPS if maps.q.block_type.shape[-1] > 128 else 2 * GROUPS, 1)
     k = make_ring(maps.k, STAGES, GROUPS)
     v = make_ring(maps.v, STAGES, GROUPS)
@@ -362,8 +362,8 @@ def _fwd(lse, sinks, listed, maps, sizes, factor, RULES: gl.constexpr):
 
 
 def start(
-    programs: int, lse: Any, sinks: Any, listed: Any, maps: Any, sizes: Sizes, factor: float, rules: Rules,
+    programs: int, lse: Any, sinks: Any, listed: Any, maps: Any, sizes: Sizes, scale: Scale, rules: Rules,
     options: dict[str, Any],
 ) -> None:  # fmt: skip
     """Starts the kernel with so many programs. maps: of q, k, v and o; options: of the compiler."""
-    launch(_fwd, (programs,), lse, sinks, listed, Maps(*maps), sizes, factor, RULES=rules, **options)
+    launch(_fwd, (programs,), lse, sinks, listed, Maps(*maps), sizes, scale, RULES=rules, **options)

@@ -10,7 +10,9 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
 from ridgeline.ops.attention.hopper import forward
 from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
-from ridgeline.ops.attention.hopper.scheduler import Rules, Sizes, consumer_groups, masked_blocks, paired_heads
+from ridgeline.ops.attention.hopper.scheduler import Rules, Scale, Sizes, consumer_groups, masked_blocks, paired_heads
+
+MOST_CAP = 1000  # beyond it the rounding of tanh, times the cap, shows in half precision
 
 
 def refusal(
@@ -25,8 +27,10 @@ def refusal(
     cu = None
     if len(rest) > 8:  # else public arguments
         mask, cu, _cu_k, _sinks, scale, softcap, _left, _right, _bottom, prefix, *_rest = rest
-    if mask is not None or softcap or (scale is not None and scale <= 0):
-        return "it takes no mask, no softcap, and only a scale above 0"
+    if mask is not None or (scale is not None and scale <= 0):
+        return "it takes no mask, and only a scale above 0"
+    if softcap and softcap > MOST_CAP:
+        return f"its tanh is exact to 3e-7, so it takes a softcap of at most {MOST_CAP}"
     if prefix and (q.dim() == 3 or cu is not None):
         return "it takes no prefix of packed sequences"
     if 128 < q.shape[-1] <= 192:  # padded to 256, slower than `triton`'s two parts
@@ -77,11 +81,12 @@ def fwd(
     rest, stages = column_parts(D)[1] if 64 < D <= 128 else 0, 4 if wide * BN <= 8192 else 2
     masks = masked_blocks(high, BN, columns, shift, right, back, ahead, bottom, packed, prefix)
     single = o.dtype != q.dtype
-    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks, prefix > 0, D if single else 0)
+    rules = Rules(groups, by_turns, stages, back, ahead, BN, rest, masks, prefix > 0, D if single else 0, softcap > 0)
     edges = prefix or left, right
     sizes = Sizes(all_heads, heads, group, pairs, section, tiles, rows, columns, shift, *edges)
     box = (1, 1, 1) if packed else (1, 1)
     tiled = (q, 64), (k, BN), (v, BN), *(() if single else ((o, 64),))
     maps: list[Any] = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in tiled]
     maps += [o] if single else []
-    forward.start(min(count, programs), lse, sinks, listed, maps, sizes, scale * LOG2E, rules, options)
+    scales = Scale((softcap or scale) * LOG2E, 2 * LOG2E * scale / softcap if softcap else 0.0)
+    forward.start(min(count, programs), lse, sinks, listed, maps, sizes, scales, rules, options)

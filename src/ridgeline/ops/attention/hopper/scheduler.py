@@ -46,6 +46,12 @@ class Rules(NamedTuple):
     MASKS: int  # see mask.py
     PREFIX: bool = False  # whether all queries see a number of first keys; without LEFT
     FLOAT: int = 0  # D if o leaves in float32, which the registers store; 0 if it has q's dtype
+    CAP: bool = False  # whether scores have a softcap
+
+
+class Scale(NamedTuple):
+    factor: Any  # of scores, or of their tanh, for exponentials of base 2
+    share: Any  # with CAP, of scores for the exponential in their tanh
 
 
 class Tile(NamedTuple):
@@ -87,16 +93,17 @@ class TileScheduler:
     window_left: gl.tensor
     window_right: gl.tensor
     factor: gl.tensor
+    share: gl.tensor
     RULES: gl.constexpr
     BM: gl.constexpr
     PACKED: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, sizes, factor, RULES, BM, PACKED):
+    def __init__(self, sizes, scale, RULES, BM, PACKED):
         # Triton 3.6 drops the names of a NamedTuple here.
         self.all_heads, self.heads, self.group, self.head_pairs, self.section, self.tiles, *others = sizes
         self.rows, self.columns, self.shift, self.window_left, self.window_right = others
-        self.factor = factor
+        self.factor, self.share = scale
         self.RULES = gl.constexpr(RULES)
         self.BM = gl.constexpr(BM)
         self.PACKED = gl.constexpr(PACKED)

@@ -25,6 +25,25 @@ class State(NamedTuple):
 
 
 @gluon.jit
+def soft_cap(s, share):
+    """Returns tanh(s share / (2 log2 e)) and its slope, 1 - tanh^2, by one exponential and one reciprocal.
+
+    The tanh is off by 3e-7 at most, and capped scores by that times the cap. The slope is no difference."""
+    e = gl.exp2(-gl.abs(s * share))
+    part = 1.0 / (e + 1.0)
+    size = (1.0 - e) * part
+    return gl.where(s < 0.0, -size, size), 4.0 * (e * part) * part
+
+
+@gluon.jit
+def cap_scores(s, scheduler):
+    """Returns scores as `factor` expects them: with a softcap their tanh, else unchanged."""
+    if scheduler.RULES.CAP:
+        s, _slope = soft_cap(s, scheduler.share)
+    return s
+
+
+@gluon.jit
 def raise_max(s, row_max, factor):
     """Returns what is subtracted from now on (base 2, scaled): the larger of `row_max` and this block's maximum."""
     return gl.maximum(row_max, gl.max(s, 1) * factor)
@@ -45,6 +64,7 @@ def exponentials(s, row_max, factor):
 @gluon.jit
 def first_exponentials(s, row, tile, scheduler):
     """Returns the exponentials of a tile's first block, and the maxima that they are relative to."""
+    s = cap_scores(s, scheduler)
     s = hide_first(s, row, tile.high - 1, tile, scheduler)
     none = gl.full([s.shape[0]], NO_KEYS, gl.float32, gl.SliceLayout(1, s.type.layout))
     row_max = raise_max(s, none, scheduler.factor)
@@ -54,6 +74,7 @@ def first_exponentials(s, row, tile, scheduler):
 @gluon.jit
 def later_exponentials(s, row, block, full, row_max, tile, scheduler):
     """Returns the exponentials of a later block, relative to the same numbers. full: the range of unmasked blocks."""
+    s = cap_scores(s, scheduler)
     # Decided at compile time: where the inner branch ends, ptxas waits for all products.
     if scheduler.RULES.MASKS == 2:
         if (block >= full[1] - 1) | (block < full[0]):
@@ -68,6 +89,7 @@ def later_exponentials(s, row, block, full, row_max, tile, scheduler):
 @gluon.jit
 def raised_exponentials(s, row, block, row_max, tile, scheduler):
     """Returns the exponentials of a later block relative to new maxima, and these."""
+    s = cap_scores(s, scheduler)
     if scheduler.RULES.MASKS == 2:
         s = hide(s, row, block, tile, scheduler)
     elif scheduler.RULES.MASKS == 3:
