@@ -21,6 +21,7 @@ from ridgeline.ops.rowwise._channels import channels_last, planes
 
 PARTS = 512  # the most parts of a channel
 READ, WRITTEN = 2048, 4096  # numbers of a tile, where they are summed and where results are written
+TURNS = 4  # tiles that a program writes in channels_last memory
 WAVES = 16  # programs for each multiprocessor that sum; four run at a time
 
 
@@ -37,13 +38,15 @@ class Shape(NamedTuple):
 class Tile(NamedTuple):
     """ROWS rows of WIDTH positions of one channel, or with LAST of WIDTH channels.
 
-    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits."""
+    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits. TURNS: tiles that a program
+    writes one after the other; with LAST its channels' parameters are then loaded once for all of them."""
 
     ROWS: int
     WIDTH: int
     LAST: bool
     ALIGNED: int
     WIDE: bool
+    TURNS: int
 
 
 class Affine(NamedTuple):
@@ -212,18 +215,27 @@ def _settle(mean, rstd, running, parts, shape, eps, momentum, COUNT, P: tl.const
 
 
 @triton.jit
+def _last_first(shape, TILE: tl.constexpr):
+    """A program's chunk of channels and first tile. The last rows come first: L2 still has them from the sums."""
+    programs = tl.num_programs(0) // shape.chunks
+    return tl.program_id(0) % shape.chunks, (programs - 1 - tl.program_id(0) // shape.chunks) * TILE.TURNS
+
+
+@triton.jit
 def _apply(y, x, add, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """y = relu((x - mean) rstd w + b + add), without what is not asked for. steps: of y, x and add."""
-    first, block = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
-    image, place, c, inside = _rows(block, shape.rows, first, shape, TILE)
-    mean, rstd, w, bias = _affine(given, c, shape, RULES)
-    value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
-    value = (value - mean[None, :]) * (rstd * w)[None, :] + bias[None, :]
-    if add is not None:
-        value += tl.load(_at(add, steps[2], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
-    if RULES.RELU:
-        value = tl.where(value > 0, value, tl.where(value != value, value, 0.0))  # NaN stays
-    tl.store(_at(y, steps[0], image, place, first, TILE), value.to(y.dtype.element_ty), mask=inside)
+    first, begin = _last_first(shape, TILE)
+    mean, rstd, w, bias = _affine(given, _channel(first, TILE), shape, RULES)
+    scale = rstd * w
+    for turn in range(TILE.TURNS):
+        image, place, _, inside = _rows(begin + turn, shape.rows, first, shape, TILE)
+        value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
+        value = (value - mean[None, :]) * scale[None, :] + bias[None, :]
+        if add is not None:
+            value += tl.load(_at(add, steps[2], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
+        if RULES.RELU:
+            value = tl.where(value > 0, value, tl.where(value != value, value, 0.0))  # NaN stays
+        tl.store(_at(y, steps[0], image, place, first, TILE), value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -305,22 +317,26 @@ class Gradients(NamedTuple):
 @triton.jit
 def _spread(dy, to, x, y, sums, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """dx = rstd w (g - mean(g) - xh mean(g xh)), or rstd w g if EVAL; dadd = g. steps: of dy, x, y, dx and dadd."""
-    first, block = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
-    image, place, c, inside = _rows(block, shape.rows, first, shape, TILE)
-    g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
-    if to.dadd is not None:
-        at = _at(to.dadd, steps[4], image, place, first, TILE)
-        tl.store(at, g.to(to.dadd.dtype.element_ty), mask=inside)
-    if to.dx is not None:
-        mean, rstd, w, _ = _affine(given, c, shape, RULES)
-        if not RULES.EVAL:
-            number = shape.images * (shape.size * 1.0)
-            value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
-            of_g = _of(sums, c, shape, 0.0) / number
-            of_product = rstd * (_of(sums + shape.channels, c, shape, 0.0) / number)
-            g -= of_g[None, :] + (value - mean[None, :]) * of_product[None, :]
-        at = _at(to.dx, steps[3], image, place, first, TILE)
-        tl.store(at, (g * (rstd * w)[None, :]).to(to.dx.dtype.element_ty), mask=inside)
+    first, begin = _last_first(shape, TILE)
+    c = _channel(first, TILE)
+    mean, rstd, w, _bias = _affine(given, c, shape, RULES)
+    scale, of_g, of_product = rstd * w, mean, rstd
+    if to.dx is not None and not RULES.EVAL:
+        number = shape.images * (shape.size * 1.0)
+        of_g = _of(sums, c, shape, 0.0) / number
+        of_product = rstd * (_of(sums + shape.channels, c, shape, 0.0) / number)
+    for turn in range(TILE.TURNS):
+        image, place, _, inside = _rows(begin + turn, shape.rows, first, shape, TILE)
+        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
+        if to.dadd is not None:
+            at = _at(to.dadd, steps[4], image, place, first, TILE)
+            tl.store(at, g.to(to.dadd.dtype.element_ty), mask=inside)
+        if to.dx is not None:
+            if not RULES.EVAL:
+                value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
+                g -= of_g[None, :] + (value - mean[None, :]) * of_product[None, :]
+            at = _at(to.dx, steps[3], image, place, first, TILE)
+            tl.store(at, (g * scale[None, :]).to(to.dx.dtype.element_ty), mask=inside)
 
 
 class Plan(NamedTuple):
@@ -358,7 +374,10 @@ def plan(x: torch.Tensor, *others: Any) -> Plan:
     gpu = device.of(x)
     sizes = (READ, WRITTEN) if gpu.backend != "cpu" else (256, 512)  # the interpreter adds rows up one by one
     wide = max(rows + (PARTS + 4) * max(sizes), S) >= 2**31
-    read, written = [Tile(max(1, n // width), width, last, aligned, wide) for n in sizes]
+    turns = TURNS if last and rows >= 64 * TURNS * sizes[1] // width else 1
+    read, written = [
+        Tile(max(1, n // width), width, last, aligned, wide, t) for n, t in zip(sizes, (1, turns), strict=True)
+    ]
     most = WAVES * gpu.multiprocessors // max(1, chunks)
     parts = max(1, min(triton.cdiv(rows, 4 * read.ROWS), most, PARTS))
     return Plan(Shape(B, C, S, rows, chunks), read, written, parts, 256 // gpu.warp)
@@ -370,7 +389,7 @@ def _sum_by_parts(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
 
 
 def _pass(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
-    grid = (plan.shape.chunks * triton.cdiv(plan.shape.rows, plan.written.ROWS),)
+    grid = (plan.shape.chunks * triton.cdiv(plan.shape.rows, plan.written.ROWS * plan.written.TURNS),)
     launch(kernel, grid, *args, plan.shape, TILE=plan.written, num_warps=plan.warps, **facts)
 
 
