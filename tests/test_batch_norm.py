@@ -34,6 +34,23 @@ def test_layouts(layout: str, device: str) -> None:
     torch.testing.assert_close(*[(y.contiguous(), g.contiguous()) for y, g in found], rtol=1e-4, atol=1e-4)
 
 
+def test_programs_of_several_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In channels_last memory a program writes tiles one after the other; the last program has less than others."""
+    if not IMPL:
+        pytest.skip("needs the kernels")
+    monkeypatch.setattr(_batch, "MANY", 2)
+    x, other = (torch.randn(3, 70, 9, 11, device=device).to(memory_format=LAST) for _ in "xy")
+    assert _batch.plan(x).written.TURNS > 1
+    assert _batch.plan(x.contiguous()).written.TURNS == 1
+    found = []
+    for impl in (IMPL, "torch"):
+        leaves = [t.detach().requires_grad_() for t in (x, other)]
+        y = ridgeline.batch_norm(leaves[0], add=leaves[1], training=True, activation="relu", impl=impl)
+        found.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y).cumsum(1))])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_running_statistics(channels_last: bool, device: str) -> None:
     """They move as torch's do, by the unbiased variance, in the dtype that they have; their version counts."""

@@ -107,11 +107,9 @@ MOST = 256 * 9  # numbers of x in a sum; beyond, products slower than cuDNN's co
 
 
 def _unless(
-    x: _T, weight: _T, bias: _Maybe = None, *rest: Any, groups: int = 1, activation: Any = None, **__: Any
+    x: _T, weight: _T, bias: _Maybe = None, *_: Any, groups: int = 1, activation: Any = None, **__: Any
 ) -> str | None:  # fmt: skip
     """Returns why a call is left to PyTorch, or None: only a fused epilogue saves passes over memory."""
-    if rest and isinstance(rest[0], Window):  # a launcher's inputs
-        activation = rest[1]
     if groups != 1:
         return "kernels take one group"
     if min(weight.shape[:2]) < 32:

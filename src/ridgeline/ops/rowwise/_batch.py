@@ -22,6 +22,7 @@ from ridgeline.ops.rowwise._channels import channels_last, planes
 PARTS = 512  # the most parts of a channel
 READ, WRITTEN = 2048, 4096  # numbers of a tile, where they are summed and where results are written
 TURNS = 4  # tiles that a program writes in channels_last memory
+MANY = 64  # such programs that are enough of a chunk
 WAVES = 16  # programs for each multiprocessor that sum; four run at a time
 
 
@@ -374,7 +375,7 @@ def plan(x: torch.Tensor, *others: Any) -> Plan:
     gpu = device.of(x)
     sizes = (READ, WRITTEN) if gpu.backend != "cpu" else (256, 512)  # the interpreter adds rows up one by one
     wide = max(rows + (PARTS + 4) * max(sizes), S) >= 2**31
-    turns = TURNS if last and rows >= 64 * TURNS * sizes[1] // width else 1
+    turns = TURNS if last and rows * width >= MANY * TURNS * sizes[1] else 1
     read, written = [
         Tile(max(1, n // width), width, last, aligned, wide, t) for n, t in zip(sizes, (1, turns), strict=True)
     ]
