@@ -40,8 +40,8 @@ def test_programs_of_several_tiles(device: str, monkeypatch: pytest.MonkeyPatch)
         pytest.skip("needs the kernels")
     monkeypatch.setattr(_batch, "MANY", 2)
     x, other = (torch.randn(3, 70, 9, 11, device=device).to(memory_format=LAST) for _ in "xy")
-    assert _batch.plan(x).written.TURNS > 1
-    assert _batch.plan(x.contiguous()).written.TURNS == 1
+    assert _batch.plan(x.flatten(2)).written.TURNS > 1
+    assert _batch.plan(x.contiguous().flatten(2)).written.TURNS == 1
     found = []
     for impl in (IMPL, "torch"):
         leaves = [t.detach().requires_grad_() for t in (x, other)]
