@@ -34,21 +34,15 @@ def test_layouts(layout: str, device: str) -> None:
     torch.testing.assert_close(*[(y.contiguous(), g.contiguous()) for y, g in found], rtol=1e-4, atol=1e-4)
 
 
-def test_programs_of_several_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In channels_last memory a program writes tiles one after the other; the last program has less than others."""
-    if not IMPL:
-        pytest.skip("needs the kernels")
-    monkeypatch.setattr(_batch, "MANY", 2)
-    x, other = (torch.randn(3, 70, 9, 11, device=device).to(memory_format=LAST) for _ in "xy")
-    assert _batch.plan(x.flatten(2)).written.TURNS > 1
-    assert _batch.plan(x.contiguous().flatten(2)).written.TURNS == 1
-    found = []
-    for impl in (IMPL, "torch"):
-        leaves = [t.detach().requires_grad_() for t in (x, other)]
-        y = ridgeline.batch_norm(leaves[0], add=leaves[1], training=True, activation="relu", impl=impl)
-        found.append([y, *torch.autograd.grad(y, leaves, torch.ones_like(y).cumsum(1))])
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-3)
+def test_division_by_a_product() -> None:
+    """Exact for all numbers of 31 bits: at the ends of each quotient, where it errs first."""
+    for by in (*range(2, 200), 392, 1568, 12544, 65535, 65536, 65537, (1 << 30) - 1, 1 << 30, (1 << 31) - 1):
+        times, shift = _batch._divided(by)
+        assert times < 1 << 32
+        for quotient in {0, 1, 2, 1000, (1 << 31) // by // 2, ((1 << 31) - 1) // by}:
+            for n in (quotient * by - 1, quotient * by, quotient * by + by - 1):
+                if 0 <= n < 1 << 31:
+                    assert (n * times >> 32) >> shift == n // by
 
 
 @pytest.mark.parametrize("channels_last", [False, True])

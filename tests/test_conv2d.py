@@ -209,22 +209,6 @@ def test_gradients_that_serve(device: str) -> None:
             assert dw.shape == w.shape
 
 
-def test_gradients_of_x_in_parts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums over taps and channels are split where tiles are few, also if parts are uneven, and added in order."""
-    if IMPL != "triton":
-        pytest.skip("needs the kernels")
-    given = inputs((2, 70, 7, 9), 20, (3, 3), device)
-    expected = everything("torch", given, padding=1, dilation=(1, 2))
-    for parts in (2, 4, 5):
-        monkeypatch.setattr(_conv, "_parts", lambda *_, parts=parts: parts)
-        first, second = (everything(IMPL, given, padding=1, dilation=(1, 2)) for _ in range(2))
-        close(first, expected)
-        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    card = devices.Device("a card", "cuda", "sm_90", 90, 132, 232_448, 60 << 20)
-    monkeypatch.undo()
-    assert [_conv._parts(card, M, 512, steps) for M, steps in ((1568, 72), (1568, 8), (100352, 72))] == [2, 1, 1]
-
-
 def test_groups_are_pytorchs(device: str) -> None:
     x, w, b = inputs((2, 6, 5, 7), 9, (3, 3), device)
     y = ridgeline.conv2d(x, w[:, :2], b, groups=3, padding=1)

@@ -2,7 +2,6 @@
 
 `_conv` makes y, and the gradient of x. A program has BM pixels and BN channels of the result. It walks the taps of the
 window, and for each tap the channels in steps of BK. A tap that falls outside the image loads zeros.
-ACTIVATION "part": program_id(2) has a part of these steps, and stores float32 sums, which `add_up` adds in order.
 The gradient of x is a convolution of dy with the weight's channels exchanged. With a stride, pixels of x fall into
 stride x stride classes, whose pixels use the same taps of the weight; each class is a convolution without a stride.
 `_weight` makes the weight's gradient: the product of dy's channels with the pixels of one tap, summed over all pixels.
@@ -115,15 +114,9 @@ def _conv(
     at_x = x.data + image.to(tl.int64) * x.image + h.to(tl.int64) * x.row + g.to(tl.int64) * x.column
     at_w = w.data + (n % K)[None, :].to(tl.int64) * w.image + k[:, None].to(tl.int64) * w.channel
     i, j, c = 0, 0, 0
-    steps = count_r * count_s * tl.cdiv(C, BK)
-    if ACTIVATION == "part":
-        length, across_c = tl.cdiv(steps, tl.num_programs(2)), tl.cdiv(C, BK)
-        begin = tl.program_id(2) * length
-        steps = tl.minimum(steps - begin, length)
-        i, j, c = begin // across_c // count_s, begin // across_c % count_s, begin % across_c * BK
     total = tl.zeros((BM, BN), tl.float32)
     before = total
-    for step in range(steps):
+    for step in range(count_r * count_s * tl.cdiv(C, BK)):
         above, beside = h + i * down_step, g + j * across_step
         inside = (above >= 0) & (above < H) & (beside >= 0) & (beside < W)
         from_x = at_x + (tl.cast(i * down_step, tl.int64) * x.row + tl.cast(j * across_step, tl.int64) * x.column)
@@ -148,14 +141,11 @@ def _conv(
         total += before
     pixel = ((image * P + a + u * down) * Q + b + v * across)[:, None].to(tl.int64)
     here = (image < images)[:, None] & (n < K)[None, :]
-    if ACTIVATION == "part":
-        y += tl.program_id(2) * tl.cast(images * P * Q, tl.int64) * K
     if epilogue.bias is not None:
         total += tl.load(epilogue.bias + n, mask=n < K, other=0.0).to(tl.float32)[None, :]
     if epilogue.z is not None:
         tl.store(epilogue.z + pixel * K + n[None, :], total.to(y.dtype.element_ty), mask=here)
-    if ACTIVATION != "part":
-        total = bend(total, ACTIVATION, y.dtype.element_ty)
+    total = bend(total, ACTIVATION, y.dtype.element_ty)
     tl.store(y + pixel * K + n[None, :], total.to(y.dtype.element_ty), mask=here)
 
 
@@ -309,17 +299,9 @@ def _start(
         return chosen | {"EVEN": even, "CHAIN": chain}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
-        return triton.cdiv(M, c["BM"]) * triton.cdiv(K, c["BN"]), classes, parts
+        return triton.cdiv(M, c["BM"]) * triton.cdiv(K, c["BN"]), classes
 
-    taps = axes[0].taps * axes[1].taps
-    parts = _parts(gpu, M, K, triton.cdiv(C, 64) * taps) if classes == 1 and not activation and M else 1
-    options = {"PRECISION": precision, "ACTIVATION": "part" if parts > 1 else activation}
-    if parts > 1:
-        sums = torch.empty((parts, 1, M, K), dtype=torch.float32, device=x.device)
-        first = Epilogue(None, None, None)
-        launch(_conv, grid, sums, first, _images(x), w, sizes, *axes, config=config, key=(M, K, C, more), **options)
-        add_up(y.permute(0, 2, 3, 1).reshape(1, M, K), sums, epilogue, "")
-        return
+    options = {"PRECISION": precision, "ACTIVATION": activation}
     launch(_conv, grid, y, epilogue, _images(x), w, sizes, *axes, config=config, key=(M, K, C, more), **options)
 
 
@@ -351,12 +333,6 @@ def _to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Wind
     }
     launch(_weight, (tiles, parts), sums, dy, _images(x), sizes, *window.axes(dw), length, **options)
     add_up(dw.permute(0, 2, 3, 1).view(1, K, taps * C), sums, Epilogue(None, None, None), "")
-
-
-def _parts(gpu: device.Device, M: int, K: int, steps: int) -> int:
-    """Returns in how many parts sums are split, so that tiles of 128 x 128 fill the multiprocessors once."""
-    tiles = triton.cdiv(M, 128) * triton.cdiv(K, 128)
-    return max(1, min(gpu.multiprocessors // tiles, steps // 8, 4))
 
 
 def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int, more: bool) -> tuning.Config:

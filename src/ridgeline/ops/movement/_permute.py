@@ -276,7 +276,7 @@ def _move_units(y: torch.Tensor, x: torch.Tensor, found: Dims, near: int, size: 
     batches = [d for d in reversed(range(len(found) - 2)) if d != near]
     sizes, x_steps, y_steps = (tuple(t[d] for d in batches) for t in ([n for n, _ in found], [s for _, s in found], room))
     count, bc = prod(sizes), triton.next_power_of_2(columns)
-    bj = _up(across, max(1, 512 // size // bc))
+    bj = _up(across, max(1, 256 // size // bc))
     bi = _up(down, max(1, 16384 // size // (bc * bj)))
     if not sizes:
         sizes, x_steps, y_steps = (1,), (0,), (0,)
