@@ -65,7 +65,9 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 8])
-@pytest.mark.parametrize(("sizes", "dims"), [((70, 37), (1, 0)), ((3, 40, 2, 33), (3, 2, 0, 1)), ((2, 5, 66), (1, 2, 0))])
+@pytest.mark.parametrize(
+    ("sizes", "dims"), [((70, 37), (1, 0)), ((3, 40, 2, 33), (3, 2, 0, 1)), ((2, 5, 66), (1, 2, 0))]
+)
 def test_short_rows(sizes: tuple[int, ...], dims: tuple[int, ...], columns: int, device: str) -> None:
     """Rows that stay whole move in tiles of two directions, of which several fit each side, with ends."""
     x = torch.arange(torch.Size(sizes).numel() * columns, device=device).view(*sizes, columns).half()

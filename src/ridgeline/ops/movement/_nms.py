@@ -1,8 +1,9 @@
 """Kernels of nms: bits of pairs that overlap too much, and a chain of programs that keeps boxes.
 
 Boxes are numbered by falling score. Bit j of row i says that box i, if kept, suppresses box j > i. A program has 256
-boxes and waits for what those before it keep; the bits between both are loaded in the meantime. Which of them stay is the fixed point of "kept, unless a kept box before it suppresses it", found by
-repetition from all bits at once: as many rounds as the longest chain of boxes that suppress each other, and one.
+boxes and waits for what those before it keep; the bits between both are loaded in the meantime. Which of them stay is
+the fixed point of "kept, unless a kept box before it suppresses it", found by repetition from all bits at once: as many
+rounds as the longest chain of boxes that suppress each other, and one.
 """
 
 from __future__ import annotations
@@ -105,7 +106,9 @@ def _walk(kept, found, bits, said, order, count, width, BY_BITS: tl.constexpr):
     row = tl.arange(0, STEP)
     words = tl.arange(0, WORDS) + step * WORDS
     mine = row + step * STEP
-    diagonal = tl.load(bits + mine.to(tl.int64)[:, None] * width + words[None, :], mask=(mine < count)[:, None], other=0)
+    diagonal = tl.load(
+        bits + mine.to(tl.int64)[:, None] * width + words[None, :], mask=(mine < count)[:, None], other=0
+    )
     index = tl.load(order + mine, mask=mine < count, other=0)
     gone = diagonal * 0
     total = tl.zeros((STEP,), tl.int64)

@@ -274,16 +274,17 @@ def _move_units(y: torch.Tensor, x: torch.Tensor, found: Dims, near: int, size: 
     room = [prod([n for n, _ in found[d + 1 :]]) for d in range(len(found))]
     (down, x_down), (across, x_across), (columns, step) = found[-2], found[near], found[-1]
     batches = [d for d in reversed(range(len(found) - 2)) if d != near]
-    sizes, x_steps, y_steps = (tuple(t[d] for d in batches) for t in ([n for n, _ in found], [s for _, s in found], room))
+    sizes, x_steps = (tuple(found[d][n] for d in batches) for n in (0, 1))
+    y_steps = tuple(room[d] for d in batches)
     count, bc = prod(sizes), triton.next_power_of_2(columns)
     bj = _up(across, max(1, 256 // size // bc))
     bi = _up(down, max(1, 16384 // size // (bc * bj)))
     if not sizes:
         sizes, x_steps, y_steps = (1,), (0,), (0,)
     shape = Units(count, down, across, columns, x_down, x_across, step, room[near], sizes, x_steps, y_steps)
-    vecs = {"XVEC": _vec(size, columns, x_down, x_across, *x_steps), "YVEC": _vec(size, columns)}
+    facts: dict[str, Any] = {"XVEC": _vec(size, columns, x_down, x_across, *x_steps), "YVEC": _vec(size, columns)}
     tiles = triton.cdiv(down, bi) * triton.cdiv(across, bj) * count
-    launch(_units, (tiles,), y, x, shape, **vecs, BI=bi, BJ=bj, BC=bc, num_warps=4 if bi * bj * bc < 4096 else 8)
+    launch(_units, (tiles,), y, x, shape, **facts, BI=bi, BJ=bj, BC=bc, num_warps=4 if bi * bj * bc < 4096 else 8)
 
 
 def _move_squares(y: torch.Tensor, x: torch.Tensor, found: Dims, inner: int, size: int) -> None:

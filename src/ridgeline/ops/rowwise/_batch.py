@@ -42,8 +42,8 @@ class Shape(NamedTuple):
 class Tile(NamedTuple):
     """ROWS rows of WIDTH positions of one channel, or with LAST of WIDTH channels.
 
-    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits, or each is an image. EVEN: no chunk of channels
-    reaches past the last."""
+    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits, or each is an image. EVEN:
+    no chunk of channels reaches past the last."""
 
     ROWS: int
     WIDTH: int
