@@ -238,7 +238,8 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(seed)
     for n in range(8):
         packed = n % 3 == 2
-        (B, kv, group, rows, columns, D), _ = calls(dice)
+        (B, kv, group, rows, columns, D), given = calls(dice)
+        softcap = given.get("softcap", 0.0)
         B = 1 if packed else B
         columns = rows if packed else columns
         left, right = bands(dice, rows, columns)
@@ -252,7 +253,7 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
         launched: list[Launch] = []
         get("attention_varlen")  # loads the torch ops
         with device.pretend("sm_90"), observe(launched.append):
-            options = ends, D**-0.5, 0.0, left, right, "ieee", "gluon"
+            options = ends, D**-0.5, softcap, left, right, "ieee", "gluon"
             o, lse = torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
         (launch,) = [one for one in launched if one.kernel is forward._fwd]
         assert launch.constants["RULES"].FLOAT == D
@@ -263,8 +264,8 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
         launch = Launch(launch.kernel, (programs,), tuple(args), launch.constants, launch.device)
         for program in range(programs):
             Kernel(launch, program, dice).run()
-        wanted, sums = exact_partial(q, k, v, cu if packed else None, left, right, D**-0.5)
-        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {groups} groups, {programs} programs, {dtype}"
+        wanted, sums = exact_partial(q, k, v, cu if packed else None, left, right, D**-0.5, softcap)
+        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {softcap=} {groups} groups, {programs} programs, {dtype}"
         assert o.dtype == torch.float32
         assert left + right == 0 or (o != o.to(dtype)).any() or not o.any(), f"{said}: o was rounded"
         torch.testing.assert_close(o.double(), wanted, atol=2e-2, rtol=2e-2, msg=lambda m, w=said: f"{w}: {m}")
