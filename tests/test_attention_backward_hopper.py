@@ -256,7 +256,8 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
         for row, end, number in blocks:
             mine = parts.view(B, kv * group, tiles, 64, D)[:, :, number, : end - row]
             found[0][:, :, row:end] = mine
-        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {softcap=} {dtype} {few} programs, {section} {down=} {split=}"
+        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {softcap=} {dtype}"
+        said += f" {few} programs, {section} {down=} {split=}"
         for name, one, other in zip("qkv", found, expected, strict=True):
             assert one.dtype == torch.float32
             assert not one.any() or (one != one.to(dtype)).any(), f"{said}: d{name} was rounded"

@@ -276,7 +276,7 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_large_softcap_is_left_to_triton() -> None:
-    """The rounding of Hopper's tanh, times such a cap, would show: `gluon` says so in a sentence, forward and backward."""
+    """The rounding of Hopper's tanh, times such a cap, would show; `gluon` says so in a sentence."""
     op = get("attention")
     q = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16, device="meta")
     lse = torch.empty(1, 2, 256, device="meta")

@@ -257,6 +257,26 @@ def test_rows_that_meet_in_one_product(kind: str, low: float, device: str, monke
 
 
 @pytest.mark.parametrize("kind", ["channel", "rwkv7"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_strong_gates_in_some_chunks(kind: str, packed: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most chunks meet in one product, by kernels of their own; one has strong gates in one channel, one is short. The
+    kernels for those two look at one chunk at a time or at four, with the same bits."""
+    function, args, given = inputs(kind, 1, 140, device, -0.1)
+    args, state = [a.half() for a in args], first_state(4 if packed else 1, device)
+    args[1 if kind == "rwkv7" else 3][:, 40:45, :, 2] *= 300
+    if packed:
+        given = given | {"cu_seqlens": torch.tensor([0, 0, 101, 101, 140], dtype=torch.int32, device=device)}
+    expected, found = exact(function, args, state, **given), []
+    for count in (1, 4):
+        with_halvings(monkeypatch, 6)
+        monkeypatch.setattr(tuning, "version", -30 - count)
+        monkeypatch.setattr(_delta_chunks, "apart", lambda gpu, grid, count=count: count)
+        found.append(everything(function, args, state, "triton", **given))
+        close(found[-1], expected, 2e-3)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["channel", "rwkv7"])
 @pytest.mark.parametrize("halvings", [0, 6])
 def test_what_comes_later_changes_nothing(
     kind: str, halvings: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -275,6 +275,7 @@ def language(turns: Turns) -> dict[str, Any]:
         cdiv=triton.cdiv,
         where=where,
         exp2=torch.exp2,
+        abs=torch.abs,
         log2=torch.log2,
         minimum=either(torch.minimum, min),
         maximum=either(torch.maximum, max),

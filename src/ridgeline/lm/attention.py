@@ -6,11 +6,13 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch.autograd.graph import saved_tensors_hooks
 
 from ridgeline.lm import lab
@@ -183,7 +185,9 @@ def measured(options: argparse.Namespace, device: torch.device) -> Iterator[dict
     """Yields the rows of the flags, point by point, and records each at once: an interruption keeps those before."""
     for point in points(options):
         for impl in options.impls:
-            with torch._functorch.config.patch(donated_buffer=False):  # a compiled graph is kept for several backwards
+            # A compiled graph is kept for several backwards.
+            kept = torch._functorch.config.patch(donated_buffer=False) if impl == "compiled" else nullcontext()
+            with kept:
                 row = row_of(point, impl, device, options)
             if options.record:
                 lab.record(options.record, [row], "attention")

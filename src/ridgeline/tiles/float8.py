@@ -58,20 +58,16 @@ def decoded(code, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def encoded_e5m2(v, NATIVE: tl.constexpr):
+def encoded_e5m2(v):
     """The codes (uint8) nearest to float32 values, ties to even; 57344's beyond 57344; 0x7f for NaN."""
-    if NATIVE:
-        code = v.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        bits = v.to(tl.uint32, bitcast=True)
-        size = bits & 0x7FFFFFFF
-        # Drops 21 mantissa bits, and lowers the exponent's bias by 112.
-        normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - 448
-        # The last bit of 2^7 is 2^-16.
-        small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
-        code = tl.minimum(tl.where(size < 0x38800000, small, normal), 0x7B)  # below 2^-14 codes are evenly spaced
-        code = (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return code
+    bits = v.to(tl.uint32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # Drops 21 mantissa bits, and lowers the exponent's bias by 112.
+    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - 448
+    # The last bit of 2^7 is 2^-16.
+    small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.uint32, bitcast=True) - 0x43000000
+    code = tl.minimum(tl.where(size < 0x38800000, small, normal), 0x7B)  # below 2^-14 codes are evenly spaced
+    return (tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def coded(v, scale, zero, TOP: tl.constexpr, NATIVE: tl.constexpr, kind: tl.cons
     elif TOP == 448:
         return encoded(shares, False)
     elif TOP == 57344:
-        return encoded_e5m2(shares, False)
+        return encoded_e5m2(shares)
     else:
         return tl.minimum(tl.maximum(_whole(shares) + zero, -128.0), 127.0).to(tl.int32).to(tl.int8)
 

@@ -10,7 +10,17 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _chunks
-from ridgeline.ops.recurrent._channels import Masks, Own, PairForm, Prepared, own_gradients, own_pairs, scan_channels
+from ridgeline.ops.recurrent._channels import (
+    Masks,
+    Own,
+    PairForm,
+    Prepared,
+    own_gradients,
+    own_gradients_at_once,
+    own_pairs,
+    own_pairs_at_once,
+    scan_channels,
+)
 from ridgeline.ops.recurrent._delta import Packing
 from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
@@ -85,6 +95,27 @@ def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
     return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), facts, 1)
 
 
+def once_tiles(gpu: device.Device, K: int, V: int) -> Tiles | None:
+    """The tiles of `own_gradients_at_once`, where it serves chunks with mild gates: on Hopper (and interpreted)."""
+    BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
+    if gpu.backend != "cpu" and (gpu.capability != 90 or max(BK, BV) > 128):
+        return None
+    facts = {"num_warps": 4} | assembler(gpu)
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), BV if gpu.backend != "cpu" else min(BV, 16), facts, 1)
+
+
+def assembler(gpu: device.Device) -> dict[str, Any]:
+    return ASSEMBLER if gpu.capability == 90 else {}
+
+
+def once_pair_tiles(gpu: device.Device, K: int) -> Tiles | None:
+    """The same for `own_pairs_at_once`."""
+    BK = max(16, triton.next_power_of_2(K))
+    if gpu.backend != "cpu" and (gpu.capability != 90 or BK > 128):
+        return None
+    return Tiles(min(BK, 16 if gpu.backend == "cpu" else 64), 16, {"num_warps": 4} | assembler(gpu), 1)
+
+
 def span(dtype: torch.dtype) -> int:
     """`PairForm.SPAN`: bfloat16's range is 2^127 both ways, and q and k need their share; float16 has none to spare."""
     return 60 if dtype == torch.bfloat16 else 0
@@ -120,6 +151,10 @@ def own_weights(plan: Plan) -> Prepared:
     programs, count = gpu.multiprocessors * tiles.programs, plan.chunks
     room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
+    if form.SPAN and (once := once_pair_tiles(gpu, form.K)):
+        form = form._replace(APART=True)
+        sizes = form._replace(BS=once.channels)
+        launch(own_pairs_at_once, (count,), *args, made, plan.packing, form=sizes, num_stages=1, **once.facts)
     facts: dict[str, Any] = {"form": form, "num_stages": 1, **tiles.facts}
     # as a function: under tracing the lesser number would be a guard on the number of chunks
     launch(own_pairs, lambda _: (min(programs, count),), *args, made, plan.packing, room, count, **facts)
@@ -185,7 +220,11 @@ def bwd(
     rows = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
     tiles = gradient_tiles(device.of(q), form.K, form.V)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    args = *rows, Own(dq, dk, dg, ends, partial), make_masks(plan), plan.packing, call.scale
+    args = *rows, Own(dq, dk, dg, ends, partial, made.sums), make_masks(plan), plan.packing, call.scale
+    if (once := once_tiles(device.of(q), form.K, form.V)) and form.SPAN:
+        form = form._replace(APART=True)
+        sizes = form._replace(BS=once.channels, BV=once.columns)
+        launch(own_gradients_at_once, (plan.chunks,), *args, form=sizes, num_stages=1, **once.facts)
     launch(own_gradients, (plan.chunks,), *args, form=form, num_stages=1, **tiles.facts)
     if partial is not None and du is not None:
         torch.sum(partial, (0, 2), out=du)

@@ -14,7 +14,9 @@ import triton.language as tl
 
 from ridgeline.ops.recurrent._levels import (
     add_chosen,
+    add_sums,
     add_whole,
+    add_whole_sums,
     decay_since,
     decay_until,
     edge_decay,
@@ -41,6 +43,7 @@ class PairForm(NamedTuple):
     SHIFT: bool  # rows see the state before their own gate (RWKV-6)
     SPAN: int  # the most halvings of a chunk's decay with which its rows meet in one product
     CHOOSE: bool  # whether a load may choose among pointers, which Triton cannot compile for AMD
+    APART: bool = False  # chunks that meet in one product are `own_gradients_at_once`'s
 
 
 class Prepared(NamedTuple):
@@ -61,6 +64,7 @@ class Own(NamedTuple):
     g: Any  # float32
     ends: Any  # of all chunks: states times the later chunks' gradient of them, summed over v, float32
     bonus: Any  # each chunk's part of du (chunks, heads, K), or None
+    sums: Any = None  # of all chunks: the sums of their gates, (K,) in float32
 
 
 class Masks(NamedTuple):
@@ -104,8 +108,73 @@ def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr)
     room: (programs, C, K) in float32. count: of chunks."""
     for spot in range(tl.program_id(0), count, tl.num_programs(0)):
         n, h, start, tokens, first = _find(packing, spot)
-        if first < tokens:
+        rest = first < tokens
+        if form.APART:
+            rest = rest & (_in_range(made.sums, spot, form) == 0)
+        if rest:
             _pairs_of(q, k, gate, bonus, made, packing, room, tl.cast(spot, tl.int64), n, h, start, tokens, first, form)
+
+
+@triton.jit
+def _mild(total, form: tl.constexpr):
+    """Whether the sums of a chunk's gates let its rows meet in one product. A NaN does not."""
+    return tl.min(tl.where(total * 1.4426950408889634 >= -form.SPAN, 1, 0), 0) == 1
+
+
+@triton.jit
+def _in_range(sums, spot, form: tl.constexpr):
+    """The same for a chunk whose sums have been written."""
+    BK: tl.constexpr = triton.next_power_of_2(form.K)
+    depth = tl.arange(0, BK)
+    return _mild(tl.load(sums + tl.cast(spot, tl.int64) * form.K + depth, mask=depth < form.K, other=0.0), form)
+
+
+@triton.jit
+def own_pairs_at_once(q, k, gate, bonus, made, packing, form: tl.constexpr):
+    """`own_pairs` for a chunk whose rows meet in one product. Of all others it leaves the sums of gates, by which
+    `own_pairs` knows them, and rows that `own_pairs` writes over."""
+    n, h, start, tokens, first = _find(packing, tl.program_id(0))
+    if first >= tokens:
+        return
+    spot = tl.program_id(0).to(tl.int64)
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    BS: tl.constexpr = form.BS
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
+    WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    summed = tl.where(i >= j, 1.0, 0.0).to(tl.float16 if WIDE else gate.data.dtype.element_ty)
+    found, diagonal, rest = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32), spot < 0
+    for part in range((K + BS - 1) // BS):
+        none = tl.minimum(16 * packing.heads - part, 0)  # 0 that keeps the compiler from holding all places
+        rows, depth = first + none + row, part * BS + tl.arange(0, BS)
+        g = tile_at(find_head(gate, n, h, packing.ends, start), gate.token, rows, depth, tokens, K)
+        tq = tile_at(find_head(q, n, h, packing.ends, start), q.token, rows, depth, tokens, K)
+        tk = tile_at(find_head(k, n, h, packing.ends, start), k.token, rows, depth, tokens, K)
+        if WIDE:
+            high, low = split_gates(g)
+            since = tl.dot(summed, low, tl.dot(summed, high))
+        else:
+            since = tl.dot(summed, g)
+        since *= 1.4426950408889634
+        grown, late = tl.exp2(-since), tl.exp2(since)
+        whole = tl.sum(tl.where(i == C - 1, since, 0.0), 0)
+        total = whole * 0.6931471805599453
+        tl.store(made.sums + spot * K + depth, total, mask=depth < K)
+        rest = rest | (_mild(tl.where(depth < K, total, 0.0), form) == 0)
+        if form.SHIFT:
+            late = tl.exp2(since - g.to(tl.float32) * 1.4426950408889634)
+        here = (depth < K)[None, :]
+        spots = spot * (C * K) + i * K + depth[None, :]
+        mine = (tq * late).to(tq.dtype)
+        tl.store(made.q + spots, mine, mask=here)
+        tl.store(made.k + spots, (tk * (grown * tl.exp2(whole)[None, :])).to(tk.dtype), mask=here)
+        found = tl.dot(mine, tl.trans((tk * grown).to(tk.dtype)), found)
+        diagonal += tl.sum(tq.to(tl.float32) * tk.to(tl.float32) * _bonus(bonus, gate, h, depth, form)[None, :], 1)
+    if rest:
+        return
+    found = tl.where(i > j, found, tl.where(i == j, diagonal[:, None], 0.0))
+    tl.store(made.pairs + spot * (C * C) + i * C + j, found)
 
 
 @triton.jit
@@ -256,6 +325,8 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
     n, h, start, tokens, first = _find(packing, spot)
     if first >= tokens:
         return
+    if form.APART and (first + form.C <= tokens) & _in_range(grads.sums, spot, form):
+        return
     C: tl.constexpr = form.C
     K: tl.constexpr = form.K
     BS: tl.constexpr = form.BS
@@ -295,6 +366,88 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
         tl.store(grads.k + at, dk + given + mine * tq, mask=inside)
         dg += tl.load(grads.ends + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)[None, :]
         tl.store(grads.g + at, dg, mask=inside)
+        if grads.bonus is not None:
+            pair = tl.sum(diagonal * tq.to(tl.float32) * tk.to(tl.float32), 0)
+            tl.store(grads.bonus + (spot.to(tl.int64) * K + depth), pair, mask=depth < K)
+
+
+@triton.jit
+def own_gradients_at_once(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: tl.constexpr):
+    """`own_gradients` for chunks whose rows all meet in one product. No path by levels is compiled beside this one, so
+    that it takes fewer registers and barriers."""
+    spot = tl.program_id(0)
+    n, h, start, tokens, first = _find(packing, spot)
+    if first + form.C > tokens:
+        return
+    if _in_range(grads.sums, spot, form) == 0:
+        return
+    C: tl.constexpr = form.C
+    K: tl.constexpr = form.K
+    V: tl.constexpr = form.V
+    BS: tl.constexpr = form.BS
+    BV: tl.constexpr = form.BV
+    LEVELS: tl.constexpr = form.LEVELS
+    row = tl.arange(0, C)
+    i, j = row[:, None], row[None, :]
+    below, above = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    from_do, from_v = find_head(do, n, h, packing.ends, start), find_head(v, n, h, packing.ends, start)
+    for part in range((V + BV - 1) // BV):
+        columns = part * BV + tl.arange(0, BV)
+        tdo = tile_at(from_do, do.token, first + row, columns, tokens, V)
+        tv = tile_at(from_v, v.token, first + row, columns, tokens, V)
+        below = tl.dot(tdo, tl.trans(tv), below)
+        above = tl.dot(tv, tl.trans(tdo), above)  # Hopper cannot transpose a sum for another product
+    diagonal = tl.sum(tl.where(i == j, scale * below, 0.0), 1)[:, None]
+    kind: tl.constexpr = q.data.dtype.element_ty
+    below = tl.where(i > j if form.SHIFT else i >= j, scale * below, 0.0).to(kind)
+    above = tl.where(i < j if form.SHIFT else i <= j, scale * above, 0.0).to(kind)
+    base = start if packing.ends is not None else start + n.to(tl.int64) * packing.tokens
+    wide: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
+    between, signs = mask_at(masks.gates, LEVELS, C), masks.crossings
+    if not wide:
+        between = between.to(gate.data.dtype.element_ty)
+    reads, writes = mask_at(signs, LEVELS, C), mask_at(signs, LEVELS + 1, C)
+    ours = mask_at(signs, LEVELS + 2, C)
+    theirs = mask_at(signs, LEVELS + 3, C) if form.SHIFT else ours
+    for part in range((K + BS - 1) // BS):
+        none = tl.minimum(16 * packing.heads - part, 0)  # 0 that keeps the compiler from holding all places
+        rows, depth = first + none + row, part * BS + tl.arange(0, BS)
+        inside = (rows < tokens)[:, None] & (depth < K)[None, :]
+        at = ((base + rows) * packing.heads + h)[:, None] * K + depth[None, :]
+        g = tile_at(find_head(gate, n, h, packing.ends, start), gate.token, rows, depth, tokens, K)
+        tq = tile_at(find_head(q, n, h, packing.ends, start), q.token, rows, depth, tokens, K)
+        tk = tile_at(find_head(k, n, h, packing.ends, start), k.token, rows, depth, tokens, K)
+        of_q = tl.load(grads.q + at, mask=inside, other=0.0).to(tl.float32)
+        of_k = tl.load(grads.k + at, mask=inside, other=0.0).to(tl.float32)
+        whole = tl.load(grads.sums + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)
+        ends = tl.load(grads.ends + spot.to(tl.int64) * K + depth, mask=depth < K, other=0.0)
+        if wide:
+            high, low = split_gates(g)
+            since = tl.dot(between, low, tl.dot(between, high))
+        else:
+            since = tl.dot(between, g)
+        since *= 1.4426950408889634
+        grown = tl.exp2(-since - (g.to(tl.float32) * 1.4426950408889634 if form.SHIFT else 0.0))
+        late = tl.exp2(since)
+        rq, rk = (tq * late).to(kind), (tk * grown).to(kind)
+        pair = tl.dot(below, rk)
+        dq, terms = late * (of_q + pair), rq * pair
+        pair = tl.dot(above, rq)
+        of_k *= tl.exp2(whole * 1.4426950408889634)[None, :]
+        dk = grown * (of_k + pair)
+        dg = add_sums(tl.zeros_like(dq), reads, rq * of_q)
+        dg = add_sums(dg, writes, rk * of_k)
+        if form.SHIFT:
+            dg = add_whole_sums(dg, ours, terms)
+            dg = add_whole_sums(dg, theirs, rk * pair)
+            mine = diagonal * _bonus(bonus, gate, h, depth, form)[None, :]
+            dq += mine * tk
+            dk += mine * tq
+        else:
+            dg = add_whole_sums(dg, ours, terms - rk * pair)
+        tl.store(grads.q + at, dq, mask=inside)
+        tl.store(grads.k + at, dk, mask=inside)
+        tl.store(grads.g + at, dg + ends[None, :], mask=inside)
         if grads.bonus is not None:
             pair = tl.sum(diagonal * tq.to(tl.float32) * tk.to(tl.float32), 0)
             tl.store(grads.bonus + (spot.to(tl.int64) * K + depth), pair, mask=depth < K)

@@ -110,6 +110,7 @@ class DeltaForm(NamedTuple):
     OUT: bool  # the states' pass writes o, else the states before chunks
     ENDS: bool  # only what segments end with is wanted
     HALVINGS: int = 0  # the most halvings of a block's decay with which its rows meet in one product, per channel
+    APART: int = 0  # chunks of a program, where those that meet in one product are other kernels' (`_at_once.py`)
 
 
 @triton.jit
@@ -135,9 +136,9 @@ def _sequence_at(packing, spot, unit):
 
 
 @triton.jit
-def find_chunk(packing):
-    """A program's sequence and head, where the sequence begins, its tokens, and the program's chunk."""
-    chunk = tl.program_id(0) + packing.begin
+def find_chunk(packing, COUNT: tl.constexpr = 1, step=0):
+    """A program's sequence and head, where the sequence begins, its tokens, and its chunk, or one of COUNT."""
+    chunk = tl.program_id(0) * COUNT + step + packing.begin
     n, h = tl.program_id(1) // packing.heads, tl.program_id(1) % packing.heads
     if packing.ends is not None:
         n = _sequence_at(packing, chunk, packing.unit)

@@ -52,6 +52,7 @@ class BlockMasks(NamedTuple):
     signs: Any  # bfloat16, or for float16 data float32
     early_gates: Any  # for rows that see the state before their own gate (RWKV-7's a), or None
     early_signs: Any
+    double: Any = None  # RWKV-7's, by `write_double_masks`
 
 
 @triton.jit
@@ -151,19 +152,99 @@ def _pairs_by_level(sums, tq, tk, ta, tb, masks, high, low, start, WIDE: tl.cons
 
 
 @triton.jit
+def keep_matrices(
+    sums, own, other, of_q, of_k, beta, from_beta, rows, tokens, matrices, spot, form: tl.constexpr
+):  # fmt: skip
+    """Writes a chunk's matrices, from its pairs. own, other: rows of q with their own b and k; of_q, of_k: the squared
+    lengths of rows, if they are normalized."""
+    ab, qb, ak, qk = sums
+    C: tl.constexpr = form.C
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    if form.NORMALIZE:
+        of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
+        ab *= of_k[:, None] * of_k[None, :]
+        qb *= of_q[:, None] * of_k[None, :]
+        own *= of_q * of_k
+        keep_lengths(matrices.lengths, spot, of_q, of_k, form)
+    else:
+        of_q = tl.full([C], 1.0, tl.float32)
+        of_k = of_q
+    at = spot * (C * C) + square_of(form)
+    tl.store(matrices.pair + at, tl.where(i > j, qb, tl.where(i == j, own[:, None], 0.0)))
+    factor = tl.full([C], -1.0, tl.float32)
+    if form.LOW:
+        tl.store(matrices.read + at, tl.where(i > j, ak, 0.0))
+        tl.store(matrices.plain + at, tl.where(i > j, qk, tl.where(i == j, other[:, None], 0.0)))
+    else:
+        factor = beta_of(beta, from_beta, rows, tokens, form)
+        keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
+    tl.store(matrices.solve + at, solve_chunk(tl.where(i > j, ab, 0.0), factor, matrices.solve.dtype.element_ty, form))
+
+
+@triton.jit
+def out_of_range(whole, form: tl.constexpr):
+    """Whether a chunk's decay, in any channel, is below what one product allows, or a NaN."""
+    LEAST: tl.constexpr = 2.0**-form.HALVINGS
+    return tl.min(tl.where(whole >= LEAST, 1, 0), 0) == 0
+
+
+@triton.jit
+def served_at_once(decays, spot, first, tokens, form: tl.constexpr):
+    """Whether a chunk is one for the kernels of `_at_once.py`, by its decay."""
+    depth = tl.arange(0, form.BK)
+    whole = tl.load(decays + spot * form.K + depth, mask=depth < form.K, other=1.0)
+    return (first + form.C <= tokens) & (out_of_range(whole, form) == 0)
+
+
+@triton.jit
+def left(decays, spot, first, tokens, form: tl.constexpr):
+    """Whether the kernels of `_at_once.py` leave a chunk to the others."""
+    found = first < tokens
+    if found:
+        found = served_at_once(decays, spot, first, tokens, form) == 0
+    return found
+
+
+@triton.jit
+def any_left(decays, packing, form: tl.constexpr):
+    """Whether they leave one of a program's chunks, or it takes a look at each to know that."""
+    COUNT: tl.constexpr = form.APART
+    found = tl.program_id(0) >= 0
+    if packing.ends is None:
+        low = tl.program_id(0) * COUNT
+        if (low + packing.begin + COUNT) * form.C <= packing.tokens:
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + low + tl.arange(0, COUNT)
+            depth = tl.arange(0, form.BK)[None, :]
+            whole = tl.load(decays + spot[:, None] * form.K + depth, mask=depth < form.K, other=1.0)
+            found = out_of_range(tl.min(tl.where(whole == whole, whole, -1.0), 0), form)
+    return found
+
+
+@triton.jit
 def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packing, form: tl.constexpr):
     """`pairs_by_channel` in half precision."""
-    n, h, start, tokens, chunk = find_chunk(packing)
+    if form.APART == 0:
+        place = find_chunk(packing)
+        if place[4] * form.C < place[3]:
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+            _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, spot, form)
+    elif any_left(matrices.whole, packing, form):
+        for step in range(form.APART):
+            place = find_chunk(packing, form.APART, step)
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0) * form.APART + step
+            if left(matrices.whole, spot, place[4] * form.C, place[3], form):
+                _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, spot, form)
+
+
+@triton.jit
+def _half_pairs(q, k, a, b, gate, beta, reads, matrices, masks, packing, place, spot, form: tl.constexpr):
+    n, h, start, tokens, chunk = place
     first = chunk * form.C
-    if first >= tokens:
-        return
     C: tl.constexpr = form.C
     LEVELS: tl.constexpr = form.LEVELS
     row = tl.arange(0, C)
-    rows = first + row
-    i, j = row[:, None], row[None, :]
+    rows, i = first + row, row[:, None]
     from_q, from_k, from_a, from_b, from_g, from_beta = heads_of(q, k, a, b, gate, beta, packing, n, h, start, form)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     WIDE: tl.constexpr = gate.data.dtype.element_ty.primitive_bitwidth > 16
     ab, of_q = tl.zeros([C, C], tl.float32), tl.zeros([C], tl.float32)
     qb, ak, qk, of_k, own, other = ab, ab, ab, of_q, of_q, of_q
@@ -203,24 +284,7 @@ def half_pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, masks, packin
         if form.NORMALIZE:
             of_q += tl.sum(wide * wide, 1)
             of_k += tl.sum(tk.to(tl.float32) * tk.to(tl.float32), 1)
-    if not form.NORMALIZE:
-        of_q, of_k = of_q + 1.0, of_k + 1.0
-    else:
-        of_q, of_k = tl.rsqrt(of_q + 1e-6), tl.rsqrt(of_k + 1e-6)
-        ab *= of_k[:, None] * of_k[None, :]
-        qb *= of_q[:, None] * of_k[None, :]
-        own *= of_q * of_k
-        keep_lengths(matrices.lengths, spot, of_q, of_k, form)
-    at = spot * (C * C) + square_of(form)
-    tl.store(matrices.pair + at, tl.where(i > j, qb, tl.where(i == j, own[:, None], 0.0)))
-    factor = tl.full([C], -1.0, tl.float32)
-    if form.LOW:
-        tl.store(matrices.read + at, tl.where(i > j, ak, 0.0))
-        tl.store(matrices.plain + at, tl.where(i > j, qk, tl.where(i == j, other[:, None], 0.0)))
-    else:
-        factor = beta_of(beta, from_beta, rows, tokens, form)
-        keep_decays(matrices, spot, of_q, of_k, of_k, factor, 1.0, form)
-    tl.store(matrices.solve + at, solve_chunk(tl.where(i > j, ab, 0.0), factor, matrices.solve.dtype.element_ty, form))
+    keep_matrices((ab, qb, ak, qk), own, other, of_q, of_k, beta, from_beta, rows, tokens, matrices, spot, form)
 
 
 @triton.jit
@@ -476,13 +540,27 @@ def half_gradients_by_channel(
     q, k, v, a, b, gate, do, matrices, states, grads, masks, packing, scale, form: tl.constexpr
 ):  # fmt: skip
     """`gradients_by_channel` in half precision."""
-    n, h, start, tokens, chunk = find_chunk(packing)
+    tensors = q, k, v, a, b, gate, do
+    if form.APART == 0:
+        place = find_chunk(packing)
+        if place[4] * form.C < place[3]:
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
+            _half_gradients(tensors, matrices, states, grads, masks, packing, place, spot, scale, form)
+    elif any_left(matrices.whole, packing, form):
+        for step in range(form.APART):
+            place = find_chunk(packing, form.APART, step)
+            spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0) * form.APART + step
+            if left(matrices.whole, spot, place[4] * form.C, place[3], form):
+                _half_gradients(tensors, matrices, states, grads, masks, packing, place, spot, scale, form)
+
+
+@triton.jit
+def _half_gradients(tensors, matrices, states, grads, masks, packing, place, spot, scale, form: tl.constexpr):
+    q, k, v, a, b, gate, do = tensors
+    n, h, start, tokens, chunk = place
     first = chunk * form.C
-    if first >= tokens:
-        return
     C: tl.constexpr = form.C
     rows = first + tl.arange(0, C)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     from_v, from_dx = find_head(v, n, h, packing.ends, start), own_rows(grads.v, packing, n, h, start, form.V)
     shrink_q = tl.full([C], 1.0, tl.float32)
     shrink_k = shrink_q

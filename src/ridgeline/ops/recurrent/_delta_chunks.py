@@ -11,6 +11,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _step
+from ridgeline.ops.recurrent._at_once import gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
     DeltaForm,
@@ -131,6 +132,19 @@ def half_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any]:
     return facts | ({"assembler": "newer"} if device.of(call.v).capability == 90 else {})
 
 
+def at_once_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any] | None:
+    """With what the kernels of `_at_once.py` run where they do: on Hopper (and interpreted), in bfloat16."""
+    gpu, most = device.of(call.v), max(form.BK, triton.next_power_of_2(form.V))
+    if not most_halvings(call.v.dtype) or most > 128 or not (gpu.capability == 90 or gpu.backend == "cpu"):
+        return None
+    return half_facts(form, call) | {"num_warps": 4, "num_stages": 1}
+
+
+def apart(gpu: device.Device, grid: tuple[int, int]) -> int:
+    """`DeltaForm.APART`: many where programs abound, since most look at their chunks and leave; it divides a part's."""
+    return 8 if not tracing() and grid[0] * grid[1] >= 32 * gpu.multiprocessors else 1
+
+
 def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
     C, levels, kind = form.C, form.LEVELS, call.v.dtype
     signs = torch.bfloat16 if kind == torch.bfloat16 else torch.float32
@@ -141,8 +155,13 @@ def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
         facts: dict[str, Any] = {"C": C, "LEVELS": levels, "SHIFT": shift, "num_warps": 4}
         launch(write_block_masks, (2 * levels + 2,), BlockMasks(gates, pairs, of_sums, None, None), **facts)
         made += [gates, pairs, of_sums]
-    early = (made[3], made[5]) if form.LOW else (None, None)
-    return BlockMasks(made[0], made[1], made[2], *early)
+    if not form.LOW:
+        return BlockMasks(made[0], made[1], made[2], None, None)
+    double = None
+    if at_once_facts(form, call):
+        double = torch.empty((5, 2, C, C), dtype=signs, device=call.v.device)
+        launch(write_double_masks, (1,), double, C=C, num_warps=4)
+    return BlockMasks(made[0], made[1], made[2], made[3], made[5], double)
 
 
 PARTS = 4  # of a backward pass that keeps a part's gradients of states at a time
@@ -256,8 +275,24 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
         if plan.masks is not None:
             kernel, more = half_pairs_by_channel, (plan.masks,)
             facts |= half_facts(form, call)
-        launch(kernel, plan.parallel, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
+            if once := at_once_facts(form, call):
+                _pairs_at_once(plan, once)
+                facts["form"] = facts["form"]._replace(APART=apart(device.of(call.v), plan.parallel))
+        grid = plan.parallel
+        if facts["form"].APART:
+            grid = -(-grid[0] // facts["form"].APART), grid[1]
+        launch(kernel, grid, q, k, a, b, g, beta, reads, matrices, *more, packing, **facts)
     return plan, some
+
+
+def _pairs_at_once(plan: Plan, facts: dict[str, Any]) -> None:
+    q, k, _, a, b, g, beta = plan.tensors
+    more = plan.reads, plan.matrices, plan.masks, plan.packing
+    if plan.form.LOW:  # 166 registers would do without a spill: 663 us, 643 with 128
+        launch(low_pairs_at_once, plan.parallel, q, k, a, b, g, *more, **facts, maxnreg=128)
+    else:
+        form = facts["form"]._replace(BS=min(plan.form.BK, plan.tiles.channels))
+        launch(pairs_at_once, plan.parallel, q, k, g, beta, *more, **(facts | {"form": form}))
 
 
 def _wide(call: DeltaCall) -> dict[str, Any]:
@@ -329,6 +364,13 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
     else:
         facts |= half_facts(plan.form, call)
+        once = at_once_facts(plan.form, call)
+        if once and plan.form.LOW:
+            wide = once["form"]._replace(BV=max(16, triton.next_power_of_2(plan.form.V)))
+            args = q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing, call.scale
+            launch(gradients_at_once, grid, *args, **(once | {"form": wide}))
+            count = apart(device.of(call.v), grid)
+            facts["form"], grid = facts["form"]._replace(APART=count), (-(-grid[0] // count), grid[1])
         launch(
             half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
             call.scale, **facts,

@@ -166,7 +166,12 @@ def masked_decay(masks, level, high, low, WIDE: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def add_chosen(found, masks, place, x, C: tl.constexpr):
     """Adds the sums of the rows of x that a mask chooses, in bfloat16's range."""
-    chosen = mask_at(masks, place, C)
+    return add_sums(found, mask_at(masks, place, C), x)
+
+
+@triton.jit
+def add_sums(found, chosen, x):
+    """The same with a mask that has been loaded."""
     if chosen.dtype == tl.bfloat16:
         found = tl.dot(chosen, x.to(tl.bfloat16), found)
     else:
@@ -177,7 +182,12 @@ def add_chosen(found, masks, place, x, C: tl.constexpr):
 @triton.jit
 def add_whole(found, masks, place, x, C: tl.constexpr):
     """The same in float32's precision, or for float16 data in tf32's: what cancels is summed so."""
-    chosen = mask_at(masks, place, C)
+    return add_whole_sums(found, mask_at(masks, place, C), x)
+
+
+@triton.jit
+def add_whole_sums(found, chosen, x):
+    """The same with a mask that has been loaded."""
     if chosen.dtype == tl.bfloat16:
         high = x.to(tl.bfloat16)
         found = tl.dot(chosen, (x - high.to(tl.float32)).to(tl.bfloat16), tl.dot(chosen, high, found))

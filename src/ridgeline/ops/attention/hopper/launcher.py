@@ -12,9 +12,11 @@ from ridgeline.ops.attention.hopper import forward
 from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
 from ridgeline.ops.attention.hopper.scheduler import Rules, Scale, Sizes, consumer_groups, masked_blocks, paired_heads
 
+MOST_CAP = 1000  # beyond it the rounding of tanh, times the cap, shows in half precision
+
 
 def refusal(
-    x: torch.Tensor, *rest: Any, mask: Any = None, scale: Any = None, prefix: Any = None, **_: Any
+    x: torch.Tensor, *rest: Any, mask: Any = None, softcap: Any = None, scale: Any = None, prefix: Any = None, **_: Any
 ) -> str | None:
     """Returns why these kernels do not take a call, or None.
 
@@ -24,9 +26,11 @@ def refusal(
     k, v, *rest = rest[:2] + rest[4:] if len(rest) > 15 else rest
     cu = None
     if len(rest) > 8:  # else public arguments
-        mask, cu, _cu_k, _sinks, scale, _softcap, _left, _right, _bottom, prefix, *_rest = rest
+        mask, cu, _cu_k, _sinks, scale, softcap, _left, _right, _bottom, prefix, *_rest = rest
     if mask is not None or (scale is not None and scale <= 0):
         return "it takes no mask, and only a scale above 0"
+    if softcap and softcap > MOST_CAP:
+        return f"its tanh is exact to 3e-7, so it takes a softcap of at most {MOST_CAP}"
     if prefix and (q.dim() == 3 or cu is not None):
         return "it takes no prefix of packed sequences"
     if 128 < q.shape[-1] <= 192:  # padded to 256, slower than `triton`'s two parts

@@ -28,9 +28,11 @@ class State(NamedTuple):
 def soft_cap(s, share):
     """Returns tanh(s share / (2 log2 e)) and its slope, 1 - tanh^2, by one exponential and one reciprocal.
 
-    Near 0 the tanh is off by 3e-7 at most, and capped scores by that times the cap. The slope does not cancel."""
-    less = 1.0 / (gl.exp2(s * share) + 1.0)
-    return 1.0 - 2.0 * less, 4.0 * less * (1.0 - less)
+    The tanh is off by 3e-7 at most, and capped scores by that times the cap. The slope is no difference."""
+    e = gl.exp2(-gl.abs(s * share))
+    part = 1.0 / (e + 1.0)
+    size = (1.0 - e) * part
+    return gl.where(s < 0.0, -size, size), 4.0 * (e * part) * part
 
 
 @gluon.jit
