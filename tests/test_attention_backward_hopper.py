@@ -395,6 +395,15 @@ def python(jitted: Any) -> Any:
     return FunctionType(jitted.fn.__code__, {"gl": gl, "ROWS": 64, "Work": Piece})
 
 
+def test_a_packed_sequence_keeps_the_numbers_of_its_call() -> None:
+    """All but its blocks of queries, keys and shift; kernels read the call's own scale and softcap, so values agree."""
+    sizes, scale = backward_work.Sizes(*range(11)), backward_work.Scale(11, 12, 13)
+    call = SimpleNamespace(**sizes._asdict(), **scale._asdict(), RULES="rules", PACKED=True, SPAN=64, SPLIT=False)
+    names = {"Sizes": backward_work.Sizes, "Scale": backward_work.Scale, "WorkScheduler": lambda *given: given}
+    found = FunctionType(backward_work.WorkScheduler.of_sequence.fn.__code__, names)(call, 20, 21, 22)
+    assert found == (sizes._replace(tiles=20, columns=21, shift=22), scale, "rules", True, 64, False)
+
+
 def test_pieces_of_backward_on_hopper() -> None:
     """Each piece of work comes up once, whole or in parts, and takes all blocks of queries that see its keys.
 
