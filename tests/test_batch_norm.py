@@ -34,6 +34,17 @@ def test_layouts(layout: str, device: str) -> None:
     torch.testing.assert_close(*[(y.contiguous(), g.contiguous()) for y, g in found], rtol=1e-4, atol=1e-4)
 
 
+def test_division_by_a_product() -> None:
+    """Exact for all numbers of 31 bits: at the ends of each quotient, where it errs first."""
+    for by in (*range(2, 200), 392, 1568, 12544, 65535, 65536, 65537, (1 << 30) - 1, 1 << 30, (1 << 31) - 1):
+        times, shift = _batch._divided(by)
+        assert times < 1 << 32
+        for quotient in {0, 1, 2, 1000, (1 << 31) // by // 2, ((1 << 31) - 1) // by}:
+            for n in (quotient * by - 1, quotient * by, quotient * by + by - 1):
+                if 0 <= n < 1 << 31:
+                    assert (n * times >> 32) >> shift == n // by
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_running_statistics(channels_last: bool, device: str) -> None:
     """They move as torch's do, by the unbiased variance, in the dtype that they have; their version counts."""

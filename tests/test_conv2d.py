@@ -166,13 +166,47 @@ def test_choice() -> None:
     """Kernels are chosen where an epilogue saves a pass; PyTorch has groups, few channels and float32."""
     half = torch.empty(2, 64, 8, 8, dtype=torch.bfloat16, device="meta")
     w, b = half.new_empty(64, 64, 3, 3), half.new_empty(64)
-    chosen = get("conv2d").implementations["triton"]
+    chosen = get("conv2d").implementations["triton_fused"]
     assert chosen.left("fwd", half, w, b, activation="relu") is None
     assert "without" in str(chosen.left("fwd", half, w, None, activation="relu"))
     assert "without" in str(chosen.left("fwd", half, w, b, activation=None))
     assert "float32" in str(chosen.left("fwd", half.float(), w.float(), b.float(), activation="relu"))
     assert "group" in str(chosen.left("fwd", half, w[:, :32], b, groups=2, activation="relu"))
     assert "few channels" in str(chosen.left("fwd", half[:, :3], w[:, :3], b, activation="relu"))
+    for window, channels, left in ((3, 256, False), (3, 264, True), (1, 2304, False), (1, 2312, True), (5, 96, True)):
+        x, w = half.new_empty(2, channels, 8, 8), half.new_empty(64, channels, window, window)
+        assert ("long sums" in str(chosen.left("fwd", x, w, b, activation="relu"))) == left, (window, channels)
+
+
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_which_kernel_serves(arch: str) -> None:
+    """Boxes have 1 x 1 windows on Hopper, gathers all else. Gradients start no kernel of ours but the activation's."""
+    x = torch.empty(32, 64, 56, 56, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    bias = x.new_empty(64)
+    for window in (1, 3):
+        weight = x.new_empty(64, 64, window, window).to(memory_format=LAST)
+        images, seen = x.to(memory_format=LAST), []
+        with devices.pretend(arch), observe(lambda launch, seen=seen: seen.append(launch.kernel)):
+            y = ridgeline.conv2d(images, weight, bias, padding=window // 2, activation="relu")
+            forward, seen[:] = seen[:], []
+            y.backward(torch.empty_like(y))
+        assert forward == [(_conv_boxes if window == 1 and arch == "sm_90" else _conv)._conv]
+        assert [kernel.fn.__name__ for kernel in seen] == ["_unbend"]
+
+
+def test_gradients_that_serve(device: str) -> None:
+    """Forward is a kernel's; dx and dw are PyTorch's, for any layout and for one of them alone."""
+    served = get("conv2d").implementations["triton_fused"]
+    x, w, b = (t.half() for t in inputs((2, 40, 7, 9), 33, (3, 3), device))
+    for form in (torch.contiguous_format, LAST):
+        leaves = [t.requires_grad_() for t in (x.contiguous(memory_format=form), w, b)]
+        for options in ({"padding": 1, "activation": "relu"}, {"stride": 2, "dilation": (2, 1), "activation": "silu"}):
+            law = Law(get("conv2d"), leaves, options)
+            found = law.run(served if IMPL == "triton" else get("conv2d").implementations["torch"])
+            assert law.judge(*found).ok, law.judge(*found).reason()
+            y = ridgeline.conv2d(x, leaves[1], b, impl=None if IMPL == "torch" else "triton_fused", **options)  # type: ignore[arg-type]
+            (dw,) = torch.autograd.grad(y, leaves[1:2], torch.ones_like(y))
+            assert dw.shape == w.shape
 
 
 def test_groups_are_pytorchs(device: str) -> None:

@@ -9,6 +9,8 @@ import torch
 import ridgeline
 from graphs import captured
 from ridgeline import device as devices
+from ridgeline.boundary import observe
+from ridgeline.lab.analysis import inspect
 from ridgeline.lab.measurement.law import Law
 from ridgeline.op import Op, get
 from ridgeline.ops.experts import _products
@@ -181,17 +183,17 @@ def test_experts_without_tokens(which: str, dtype: torch.dtype, device: str) -> 
         assert bool(down.grad[e].any()) == used
 
 
-@pytest.mark.parametrize("spans", [1, 3, 128])
-def test_places_are_a_stable_sort(spans: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [0, 100])
+def test_places_are_a_stable_sort(alone: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one program, or by a program for each block of pairs."""
     from ridgeline.ops.experts import _route
 
-    monkeypatch.setattr(_route, "SPANS", spans)
-    for n, E in ((1, 1), (17, 4), (700, 5), (300, 130)):
+    monkeypatch.setattr(_route, "ALONE", alone)
+    for n, E in ((1, 1), (17, 4), (700, 5), (300, 130), (8300, 3)):
         indices = torch.randint(0, E, (n, 1), device=device)
         indices[n // 2 :: 3] = int(indices[0])
         order, place, ends = (torch.full((s,), -7, dtype=torch.int32, device=device) for s in (n, n, E))
-        table = torch.empty((spans, 256), dtype=torch.int32, device=device)
-        _route.route(_route.Pairs(indices, order, place, ends), table)
+        _route.route(_route.Pairs(indices, order, place, ends))
         assert order.tolist() == indices.flatten().argsort(stable=True).tolist()
         assert place.tolist() == order.argsort().tolist()
         assert ends.tolist() == indices.flatten().bincount(minlength=E).cumsum(0).tolist()
@@ -322,3 +324,95 @@ def test_which_calls_are_served_by_tma() -> None:
     with devices.pretend("sm_100"):
         x = torch.empty(2048, 256, device="meta", dtype=torch.bfloat16)
         assert "sm_90" in str(why_not(get("grouped_matmul").implementations["triton_tma"], x, x[None]))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("impl", ["triton", "triton_tma"])
+def test_layouts_of_gate_and_up(interleaved: bool, turned: bool, impl: str, device: str) -> None:
+    """Weights as transformers' layers hold them: halves or taking turns, by rows or by columns; an I of half a tile."""
+    served(impl)
+    T, E, k, H, I = 70, 2, 2, 64, 136
+    made = [torch.randn(s, device=device) for s in ((T, H), (E, 2 * I, H), (E, H, I), (E, 2 * I), (E, H))]
+    x, gate_up, down, *biases = (t.half() * t.shape[-1] ** -0.5 if t.dim() == 3 else t.half() for t in made)
+    gate_up, down = (t.mT.contiguous().mT if turned else t for t in (gate_up, down))
+    x, gate_up, down, *biases = (t.requires_grad_() for t in (x, gate_up, down, *biases))
+    weights = torch.rand(T, k, device=device).requires_grad_()
+    options = {"gate_up_bias": biases[0], "down_bias": biases[1], "interleaved": interleaved}
+    holds(get("moe"), x, weights, torch.randint(0, E, (T, k), device=device), gate_up, down, impl=impl, **options)
+
+
+def test_rows_of_no_multiple_of_a_step_of_k(device: str) -> None:
+    """Their gathered rows would end in the next one: then gate and up are those of `triton`."""
+    served("triton_tma")
+    x, weights, indices, gate_up, down = experts(80, 3, 2, 72, 40, torch.float16, device)
+    holds(get("moe"), x, weights, indices, gate_up, down, impl="triton_tma")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((1, 9, 3, 40, 24), {}),
+        ((1, 6, 2, 33, 19), {"activation": "swiglu_oai", "limit": 1.5, "interleaved": True}),
+        ((2, 12, 2, 70, 13), {"interleaved": True}),
+        ((3, 16, 2, 64, 300), {"limit": 0.5}),
+    ],
+    ids=str,
+)
+def test_few_tokens_start_two_kernels(
+    sizes: tuple[int, ...], options: dict[str, Any], turned: bool, device: str
+) -> None:
+    T, E, k, H, I = sizes
+    made = [torch.randn(s, device=device) for s in ((T, H), (E, 2 * I, H), (E, H, I), (E, 2 * I), (E, H))]
+    x, gate_up, down, *biases = (t.half() * t.shape[-1] ** -0.5 if t.dim() == 3 else t.half() for t in made)
+    gate_up, down = (t.mT.contiguous().mT if turned else t for t in (gate_up, down))
+    options = options | {"gate_up_bias": biases[0], "down_bias": biases[1]} if T > 1 else options
+    given = x, torch.rand(T, k, device=device), torch.randint(0, E, (T, k), device=device), gate_up, down
+    seen: list[Any] = []
+    with observe(seen.append):
+        ridgeline.moe(*given, **options, impl="triton")
+    assert [one.kernel.fn.__name__ for one in seen] == ["_up", "_down"]
+    holds(get("moe"), *given, **options)
+
+
+def test_who_has_few_tokens(device: str) -> None:
+    """Not where tokens share experts, nor float32, nor a call whose gradients are wanted."""
+
+    def kernels(T: int, E: int, k: int, dtype: torch.dtype = torch.float16, grad: bool = False) -> int:
+        seen: list[Any] = []
+        x, weights, indices, gate_up, down = experts(T, E, k, 16, 8, dtype, device)
+        with observe(seen.append), torch.set_grad_enabled(grad):
+            ridgeline.moe(x, weights, indices, gate_up, down, impl="triton")
+        return len(seen)
+
+    assert kernels(1, 8, 2) == 2
+    assert kernels(2, 8, 2) == 2
+    assert kernels(3, 8, 2) == 4
+    assert kernels(1, 8, 2, torch.float32) == 4
+    assert kernels(1, 8, 2, grad=True) == 4
+
+
+@pytest.mark.gpu
+def test_few_tokens_with_an_index_of_no_expert() -> None:
+    x, weights, indices, gate_up, down = experts(3, 32, 2, 64, 32, torch.bfloat16, "cuda")
+    indices[1, 1] = 32
+    with torch.no_grad():
+        y = ridgeline.moe(x, weights, indices, gate_up, down)
+    assert y.isnan().all(1).tolist() == [False, True, False]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("impl", ["triton", "triton_tma"])
+@pytest.mark.parametrize("case", ["4 of 32 experts, 2880 -> 2880", "8 of 128 experts, 2048 -> 768"])
+def test_gate_and_up_are_loaded_by_16_bytes(impl: str, case: str) -> None:
+    """Columns that take turns were loaded by 2 bytes, and a layer of gpt-oss took ten times as long."""
+    op = get("moe")
+    (one,) = [c for c in op.cases if c.name.startswith(f"8192 tokens, {case}") and "scales" not in c.kwargs]
+    made = inspect.resources(op, op.implementations[impl], one, "bfloat16", "sm_90", ("forward",), True)
+    (gated,) = [found for found in made if "OPTIONS" in found.constants]
+    assert gated.spill_loads + gated.spill_stores <= 64
+    assert gated.loads.get("2", 0) <= 1
+    assert set(gated.stores) <= {"16", "tma"}
+    wide = impl == "triton_tma" or "2880" in case  # one product for both halves
+    assert [name.split(".")[1] for name in gated.matrix] == ["64x256x16" if wide else "64x128x16"]

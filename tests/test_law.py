@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fake import fake_op
 from ridgeline.lab.measurement import law as laws
 from ridgeline.lab.measurement.judge import check
-from ridgeline.lab.measurement.law import Law
-from ridgeline.op import RidgelineError
+from ridgeline.lab.measurement.law import Law, as_tuple
+from ridgeline.op import RidgelineError, get
 
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -203,3 +204,69 @@ def test_numbers_of_8_bits_are_met_exactly():
     assert standard.judge(off).where == "unequal"
     assert standard.judge(codes.view(torch.uint8)).where == "form"
     assert laws.Standard(codes.view(torch.uint8), torch.uint8).judge(codes).where == "form"
+
+
+class Seen(TorchDispatchMode):
+    """Notes the elements of the largest float64 tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for t in as_tuple(made):
+            if isinstance(t, torch.Tensor) and t.dtype == torch.float64:
+                Seen.most = max(Seen.most, t.numel())
+        return made
+
+
+def grouped_law(bias: bool = True) -> Law:
+    """The law of groups of 0 to 30 rows, and of four rows past the last end."""
+    dice = torch.Generator().manual_seed(3)
+    sizes, K, N = [17, 0, 30, 9, 24], 40, 36
+    given = (torch.randn(s, generator=dice).half() for s in ((84, K), (5, K, N), (5, N)))
+    x, w, b = (t.requires_grad_() for t in given)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return Law(get("grouped_matmul"), [x, w, ends], {"bias": b} if bias else {})
+
+
+def test_a_call_of_pieces_is_checked_piece_by_piece(monkeypatch):
+    """No float64 copy is as large as the weights of all groups, and each group's mistakes are found."""
+    monkeypatch.setattr(laws, "SLICED", 5000)
+    monkeypatch.setattr(Seen, "most", 0)
+    with Seen():
+        law = grouped_law()
+        assert law.pieces is not None
+        outputs, grads = law.run(law.op.implementations["naive"])
+        verdict = law.judge(outputs, grads)
+    assert verdict.ok, verdict.reason()
+    assert list(verdict.findings()) == ["out", "grad_x", "grad_w"]
+    assert 0 < Seen.most < 40 * 36 * 2
+    assert grouped_law().judge(outputs, grads).worst() == verdict.worst()
+    for at in (*range(5), 82):  # a group each, and a row past the last end
+        first = ([0, 17, 17, 47, 56, 80])[at] if at < 5 else at
+        changed = [[t.clone() for t in some] for some in (outputs, grads)]
+        if at != 1:
+            changed[0][0][first] += 0.2
+            assert not law.judge(changed[0], grads).ok
+            changed[1][0][first] += 0.2
+            assert not law.judge(outputs, [changed[1][0], grads[1]]).ok
+        if at < 5:
+            changed[1][1][at, 3] = changed[1][1][at, 3] * 1.05 + 0.01
+            found = law.judge(outputs, [grads[0], changed[1][1]])
+            assert not found.ok
+            assert "grad_w" in str(found.reason())
+    assert law.judge([outputs[0][:-1]], grads).outputs["out"].where == "form"
+    assert law.judge([outputs[0].float()], grads).outputs["out"].where == "form"
+    assert law.judge(outputs, [grads[0], grads[1].float()]).grads["grad_w"].where == "form"
+    assert not law.judge(outputs, [grads[0], None]).ok
+
+
+def test_pieces_are_no_milder_than_the_whole(monkeypatch):
+    """What breaks the law of the whole call breaks that of its pieces."""
+    whole = grouped_law(bias=False)
+    outputs, grads = whole.run(whole.op.implementations["naive"])
+    monkeypatch.setattr(laws, "SLICED", 5000)
+    pieces = grouped_law(bias=False)
+    for scale in (1.0, 1.0005, 1.002, 1.01):
+        wrong = [outputs[0] * scale], [g * scale for g in grads]
+        assert pieces.judge(*wrong).worst() > 0.9 * whole.judge(*wrong).worst()

@@ -72,10 +72,21 @@ def test_choice() -> None:
     """Wide layers and float32 are two products; any number of hidden columns is taken."""
     x = torch.empty(64, 256, dtype=torch.bfloat16, device="meta")
     chosen = get("mlp").implementations["triton"]
-    assert chosen.left("fwd", x, x.new_empty(4096, 256), x.new_empty(256, 4096)) is None
+    many = x.new_empty(4096, 256)
+    assert chosen.left("fwd", many, x.new_empty(4096, 256), x.new_empty(256, 4096)) is None
     assert "columns" in str(chosen.left("fwd", x.new_empty(64, 257), x.new_empty(64, 257), x.new_empty(256, 64)))
     assert "columns" in str(chosen.left("fwd", x, x.new_empty(64, 256), x.new_empty(257, 64)))
     assert "float32" in str(chosen.left("fwd", x.float(), x.new_empty(64, 256).float(), x.new_empty(64, 64).float()))
+
+
+def test_few_rows_with_large_weights_are_two_products() -> None:
+    """A program for 16 rows reads both weights, one step after the other."""
+    chosen = get("mlp").implementations["triton"]
+    x = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    for rows, columns, left in ((256, 256, True), (256, 128, False), (2048, 256, False), (1024, 256, True)):
+        w = x.new_empty(columns, columns)
+        reason = chosen.left("fwd", x.new_empty(rows, columns), w, w, None, None, "gelu")
+        assert ("few programs" in str(reason)) == left, (rows, columns)
 
 
 def test_empty_sizes(device: str) -> None:

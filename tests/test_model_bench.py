@@ -242,6 +242,22 @@ KERNELS = [
     ("nvjet_tst_128", "ridgeline::linear_cross_entropy_fwd/aten::mm", "products"),
     ("_fwd", "ridgeline::attention_fwd", "attention"),
     ("_multiply", "GatedBackward/ridgeline::gated_linear_bwd", "products"),
+    ("_gate", "ridgeline::topk_gate_fwd", "elementwise"),
+    *[
+        (name, f"GptOssExperts/ridgeline::{op}", "products")
+        for name in ("_fwd", "_bwd", "_put", "_combine", "_up")
+        for op in (
+            "moe_fwd",
+            "moe_bwd",
+            "moe_alone",
+            "moe_consume",
+            "moe_few_bits",
+            "grouped_matmul_fwd",
+            "grouped_matmul_bwd",
+            "grouped_matmul_add",
+            "grouped_matmul_collect",
+        )
+    ],
     ("_step", "Optimizer.step#AdamW.step/ridgeline::adamw", "optimizer"),
     ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "aten::_fused_adamw_", "optimizer"),
     ("_fwd", "ridgeline::rope_fwd", "elementwise"),

@@ -42,7 +42,7 @@ def some(n: int, side: float, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("n", "threshold"), [(1, 0.3), (31, 0.0), (31, -1.0), (200, 0.7), (256, 0.3), (257, 0.3), (300, 1.0)]
+    ("n", "threshold"), [(1, 0.3), (31, 0.0), (31, -1.0), (200, 0.7), (256, 0.3), (257, 0.3), (300, 1.0), (600, 0.2)]
 )
 def test_the_rule(n: int, threshold: float, device: str) -> None:
     kept = check(some(n, 100, device), torch.rand(n, device=device), threshold)

@@ -8,6 +8,7 @@ import torch
 import ridgeline
 from ridgeline import device as devices
 from ridgeline.boundary import Launch, observe
+from ridgeline.op import get
 from ridgeline.ops.matmul import _sparse, _sparse_cuda
 
 IMPLS = ["naive", pytest.param("triton", marks=pytest.mark.kernels)]
@@ -317,3 +318,26 @@ def test_what_serves_on_hopper() -> None:
             ridgeline.sparse_matmul(torch.empty(rows, 256, dtype=dtype), *weight)
         served.append("sparse_wgmma" in str(launched))
     assert served == [True, False, False]
+
+
+def test_many_blocks_are_a_dense_product() -> None:
+    """By the blocks' side and number, and by the rows, which make a dense weight pay. Gradients move the limit."""
+    chosen = get("block_sparse_matmul").implementations["triton"]
+    for side, share, rows, train, left in (
+        (128, 0.5, 8192, False, False),
+        (128, 0.7, 8192, False, True),
+        (64, 0.5, 8192, True, False),
+        (64, 0.57, 8192, True, True),
+        (64, 0.57, 8192, False, False),
+        (32, 0.25, 8192, False, False),
+        (32, 0.25, 8192, True, True),
+        (128, 1.0, 512, False, False),
+        (32, 0.5, 256, True, False),
+    ):
+        count = round((8192 // side) ** 2 * share)
+        x = torch.empty(rows, 8192, dtype=torch.bfloat16, device="meta", requires_grad=train)
+        blocks = x.new_empty(count, side, side, requires_grad=False)
+        starts = torch.empty(8192 // side + 1, dtype=torch.int32, device="meta")
+        reason = chosen.left("fwd", x, blocks, starts, starts.new_empty(count))
+        assert ("dense" in str(reason)) == left, (side, share, rows, train)
+        assert chosen.left("fwd", x.float(), blocks.float(), starts) is None

@@ -8,6 +8,7 @@ import torch
 import ridgeline
 from ridgeline.boundary import INTERPRETED, Launch, observe
 from ridgeline.op import RidgelineError
+from ridgeline.ops.reduction._sums import add_up
 
 pytestmark = pytest.mark.kernels
 IMPL = "triton" if INTERPRETED or torch.cuda.is_available() else None
@@ -90,3 +91,14 @@ def test_refusals(device: str) -> None:
     for shape in (3, "ab", (1.0, 3), (-1, 3)):
         with pytest.raises(RidgelineError, match="must be sizes"):
             ridgeline.sum_to(x, shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (64, 70), (65, 1), (300, 70), (1057, 17), (70, 8193)])
+def test_parts_add_up(shape: tuple[int, int], device: str) -> None:
+    """Many parts of few sums are read many at a time; ends of rows and columns fall inside tiles."""
+    if IMPL != "triton":
+        pytest.skip("needs the kernels")
+    parts = torch.randint(-9, 10, shape, device=device).double()
+    y = torch.empty(shape[1], device=device)
+    add_up(y, parts)
+    assert torch.equal(y, parts.sum(0).float())

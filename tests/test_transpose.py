@@ -64,6 +64,18 @@ def test_dtypes(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(y.to(torch.complex64), x.permute(1, 0, 2).to(torch.complex64))
 
 
+@pytest.mark.parametrize("columns", [1, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("sizes", "dims"), [((70, 37), (1, 0)), ((3, 40, 2, 33), (3, 2, 0, 1)), ((2, 5, 66), (1, 2, 0))]
+)
+def test_short_rows(sizes: tuple[int, ...], dims: tuple[int, ...], columns: int, device: str) -> None:
+    """Rows that stay whole move in tiles of two directions, of which several fit each side, with ends."""
+    x = torch.arange(torch.Size(sizes).numel() * columns, device=device).view(*sizes, columns).half()
+    for given in (x, x[..., ::2] if columns > 4 else x[1:], x[:1].expand_as(x)):
+        y = ridgeline.transpose(given, (*dims, len(sizes)), impl=IMPL)
+        assert torch.equal(y, given.permute(*dims, len(sizes)))
+
+
 @pytest.mark.parametrize("dims", [None, (1, 2, 0), (2, 0, 1), (2, 1, 0), (1, 0, 2)])
 def test_gradients(dims: tuple[int, ...] | None, device: str) -> None:
     """The inverse permutation, of gradients with any strides."""

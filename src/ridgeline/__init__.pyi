@@ -476,9 +476,9 @@ def conv2d(
     x: (N, C, H, W); weight: (K, C / groups, R, S); bias: (K,) or None; one dtype and device. Gradients flow to all.
     stride, padding, dilation: whole numbers, or pairs for rows and columns. groups: kernels take 1; PyTorch the rest.
     activation: None, "relu", "silu", "gelu" or "gelu_tanh", on float32 sums, which are rounded once.
-    Kernels return y, dx and dw in channels_last memory. They read x and weight in place, whatever their strides, and
-    are made for channels_last; NCHW memory is slow, and nothing is copied. Backward copies an incoming gradient that
-    is not channels_last. Sums over pixels have an order, so gradients are bitwise reproducible.
+    Kernels return y in channels_last memory. They read x and weight in place, whatever their strides, and are made for
+    channels_last; NCHW memory is slow, and nothing is copied. Backward copies an incoming gradient that is not
+    channels_last. By default dx and dw are cuDNN's; those of the kernels (`impl="triton"`) are bitwise reproducible.
     float32 products follow `torch.get_float32_matmul_precision()`, not cuDNN's own switch. Autocast casts all inputs.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """

@@ -117,6 +117,17 @@ class Cost:
         return self.read + self.write
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A call that makes up a larger one with others, and shares no sum with them.
+
+    slices: what it takes of the first dimension of each tensor, by the argument's name, and of the results: "out". The
+        same parts of the gradients are its own. values: arguments that it has instead of the larger call's."""
+
+    slices: dict[str, slice]
+    values: dict[str, Any] = field(default_factory=dict)
+
+
 def nbytes(*tensors: torch.Tensor) -> int:
     """Returns the bytes of the tensors' elements."""
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -241,6 +252,8 @@ class Op:
         A second call must then give what the first gave.
     flops: for registered torch ops whose arguments `cost` cannot take by name, functions that count their operations,
         for `FlopCounterMode` (see `flops.py`).
+    pieces: for calls whose copies in float64 fit in no memory: f(*args, **kwargs) -> calls that make up this one, each
+        checked on its own (see `Piece`).
     sharding: which dimensions of a call the ranks of a mesh may split, for DTensors (see `parallel/sharding.py`):
         "x ...N, weight N -> ...N" names the dimensions of the arguments and of the results. A capital must be whole.
         Where a rank has a part of a dimension that a result lacks, results are summed. A function of the arguments
@@ -261,10 +274,11 @@ class Op:
         graphed: bool = False,
         flops: dict[str, Callable[..., int]] | None = None,
         sharding: str | Callable[..., str | None] | None = None,
+        pieces: Callable[..., Iterable[Piece]] | None = None,
     ):
         self.function, self.reference, self.cases, self.cost, self.roof = function, reference, cases, cost, roof
         self.standards, self.residue, self.mutates, self.graphed = standards, residue, mutates, graphed
-        self.flops, self.sharding = flops or {}, sharding
+        self.flops, self.sharding, self.pieces = flops or {}, sharding, pieces
         self.name = function.__name__
         self.family = function.__module__.removeprefix("ridgeline.ops.").split(".")[0]
         self.implementations: dict[str, Implementation] = {}

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.op import Op, RidgelineError, tensors_of
+from ridgeline.op import Op, Piece, RidgelineError, tensors_of
 
 CHUNK = 1 << 24
 SLICED = 1 << 31
@@ -108,12 +108,14 @@ class _Errors:
 
     scale: the deviation of the projection on the oracle.
     wander: the scale deviation to expect if the rows' own deviations were independent. One rounding can move a whole
-        row, such as that of the sum by which it is divided."""
+        row, such as that of the sum by which it is divided.
+    along: the projection's difference, not yet divided by the oracle's square."""
 
     row: Tensor
     column: Tensor
     scale: float = 0.0
     wander: float = 0.0
+    along: float = 0.0
 
     @property
     def whole(self) -> float:
@@ -121,11 +123,42 @@ class _Errors:
 
     def worst(self, other: _Errors) -> _Errors:
         row, column = torch.maximum(self.row, other.row), torch.maximum(self.column, other.column)
-        return _Errors(row, column, max(self.scale, other.scale), max(self.wander, other.wander))
+        return _Errors(row, column, max(self.scale, other.scale), max(self.wander, other.wander), self.along)
+
+
+@dataclass
+class _Projections:
+    """What a tensor's scale and the deviation allowed to it are made of; those of its pieces add up."""
+
+    found: float = 0.0
+    along: tuple[float, ...] = (0.0, 0.0)  # torch's and the moved oracle's
+    spread: tuple[float, ...] = (0.0, 0.0)  # the squares of their rows'
+    square: float = 0.0
+    count: int = 0
+
+    def plus(self, other: _Projections) -> _Projections:
+        along, spread = (
+            tuple(map(sum, zip(*some, strict=True)))
+            for some in ((self.along, other.along), (self.spread, other.spread))
+        )
+        return _Projections(
+            self.found + other.found, along, spread, self.square + other.square, self.count + other.count
+        )
+
+    def finding(self, eps: float) -> Finding:
+        square = self.square or 1.0
+        drifts = [abs(a) / square for a in self.along] + [math.sqrt(s) / square for s in self.spread]
+        return Finding(abs(self.found) / square, _allowed_scale(eps, self.count, *drifts), "scale")
+
+
+def _allowed_scale(eps: float, count: int, *drifts: float) -> float:
+    """drifts: of torch and of the half ulps. These are one draw, whose scale may be near 0 by luck; so `wander`, what
+    another draw may have, is among them."""
+    return 2 * max(drifts) + eps / 16 + eps / math.sqrt(max(count, 1))
 
 
 class Standard:
-    """One tensor of the oracle, and the errors allowed around it."""
+    """One tensor of the oracle, and the errors allowed around it. projections: of the tensor that was judged last."""
 
     def __init__(self, oracle: Tensor, dtype: torch.dtype, residue: float = 0.0):
         self.given = dtype
@@ -136,6 +169,7 @@ class Standard:
             raise RidgelineError(f"the reference must return float64 for float64 inputs, but returned {oracle.dtype}")
         self.shape, self.dtype, self.oracle, self.residue = oracle.shape, dtype, _plane(oracle), residue
         self.theirs: Tensor | None = None
+        self.projections = _Projections()
         if dtype.is_floating_point:
             self.eps = torch.finfo(dtype).eps
             self.norm = self._reduce(None)
@@ -158,7 +192,8 @@ class Standard:
             along[block[0]] += (difference * oracle).sum(1)
         errors = _Errors(row.sqrt_(), column.sqrt_())
         if x is not None and self.norm.whole:
-            errors.scale = abs(along.sum().item()) / self.norm.whole**2
+            errors.along = along.sum().item()
+            errors.scale = abs(errors.along) / self.norm.whole**2
             errors.wander = along.norm().item() / self.norm.whole**2
         return errors
 
@@ -175,9 +210,10 @@ class Standard:
         self.row = self._allowed(torch.maximum(own.row, change.row), self.norm.row, columns)
         self.column = self._allowed(torch.maximum(own.column, change.column), self.norm.column, rows)
         self.whole = 2 * max(own.whole, change.whole) + self.eps / 2 * self.norm.whole
-        # The half ulps are one draw, whose scale may be near 0 by luck: `wander` is what another draw may have.
-        drift = max(own.scale, own.wander, change.scale, change.wander)
-        self.scale = 2 * drift + self.eps / 16 + self.eps / math.sqrt(self.oracle.numel())
+        drifts, square = (own.scale, own.wander, change.scale, change.wander), self.norm.whole**2
+        self.scale = _allowed_scale(self.eps, self.oracle.numel(), *drifts)
+        spread = tuple([(e.wander * square) ** 2 for e in (own, change)])
+        self.projections = _Projections(0.0, (own.along, change.along), spread, square, self.oracle.numel())
         if not theirs.isfinite().all():
             self.theirs = _codes(_plane(theirs))
 
@@ -209,6 +245,7 @@ class Standard:
         if misplaced := self._misplaced(x):
             return Finding(float(misplaced), 0.0, "nonfinite")
         errors = self._reduce(x)
+        self.projections.found = errors.along
         findings = [
             self._worst(errors.row, self.row, "row"),
             self._worst(errors.column, self.column, "column"),
@@ -303,17 +340,39 @@ class Law:
 
     args, kwargs: the public arguments in the dtype under test. Those that require gradients get them, for a random
         incoming gradient.
-    If a tensor has more than 2**31 elements, only three slices along the first dimension are checked, which the op must
-    not mix.
+    incoming: the incoming gradients, one for each output or None; made if not given.
+    If a tensor has more than 2**31 elements, the pieces that the op says make up the call (`Op.pieces`) are checked,
+        each by a law of its own, made when results are judged: then float64 copies of one piece alone are in memory.
+        If the op says none, only three slices along the first dimension are checked, which the op must not mix.
     """
 
-    def __init__(self, op: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, seed: int = 1):
-        self.op, self.args, self.kwargs = op, op.fresh(args), dict(kwargs or {})
+    def __init__(
+        self, op: Op, args: Sequence[Any], kwargs: dict[str, Any] | None = None, *, seed: int = 1,
+        incoming: list[Tensor | None] | None = None
+    ):  # fmt: skip
+        self.op, self.args, self.kwargs, self.seed = op, op.fresh(args), dict(kwargs or {}), seed
         self.dice = torch.Generator(tensors_of(args)[0].device).manual_seed(seed)
-        self.incoming: list[Tensor | None] = []
-        self.rows: Tensor | None = self._slices()
+        self.names = list(inspect.signature(op.reference).parameters)
+        self.grad_names = [
+            f"grad_{name}"
+            for name, a in zip(self.names, self.args, strict=False)
+            if isinstance(a, Tensor) and a.requires_grad
+        ]
+        self.incoming: list[Tensor | None] = incoming or []
+        self.rows: Tensor | None = None
+        self.outputs: list[Standard] = []
+        self.grads: list[Standard | None] = []
+        self.pieces: list[Piece] | None = self._pieces()
+        if self.pieces is not None:
+            self.incoming = incoming or self._random_all()
+        else:
+            self._allow(incoming)
+
+    def _allow(self, incoming: list[Tensor | None] | None) -> None:
+        """Makes the oracle, and the errors allowed around it."""
+        op, self.rows = self.op, self._slices()
         small = [self._narrow(a) for a in self.args]
-        theirs = self._torch(small)
+        theirs = self._torch(small, incoming)
         exact = self._oracle(small)
         self.outputs = [Standard(e, t.dtype, op.residue) for e, t in zip(exact[0], theirs[0], strict=True)]
         self.grads = [
@@ -328,12 +387,6 @@ class Law:
         for k, (standard, one, change) in enumerate(zip(standards, own, changed, strict=True)):
             if standard is not None and one is not None and change is not None:
                 standard.allow(one, change, [(another[k], exact[k]) for another, exact in nearby])
-        names = list(inspect.signature(op.reference).parameters)
-        self.grad_names = [
-            f"grad_{name}"
-            for name, a in zip(names, self.args, strict=False)
-            if isinstance(a, Tensor) and a.requires_grad
-        ]
         self.shared = [
             self.rows is not None and a.shape == s.shape for a, s in zip(leaves(self.args), leaves(small), strict=True)
         ]
@@ -342,6 +395,62 @@ class Law:
     def of(cls, op: Op, case: str, dtype: str, device: str = "cpu", seed: int = 0) -> Law:
         """Returns the law for one of the op's cases."""
         return cls(op, *op.case(case).make(dtype, device, seed), seed=seed + 1)
+
+    def _pieces(self) -> list[Piece] | None:
+        """Returns the calls that make up this one if it is too large to check at once, and if the op says some."""
+        if self.op.pieces is None or max(t.numel() for t in tensors_of(self.args)) <= SLICED:
+            return None
+        made = list(self.op.pieces(*self.args, **self.kwargs))
+        return made if len(made) > 1 else None
+
+    def _random_all(self) -> list[Tensor | None]:
+        """Returns random incoming gradients for outputs whose shapes the reference tells without data."""
+
+        def bare(value: Any) -> Any:
+            return value.detach().to("meta") if isinstance(value, Tensor) else value
+
+        given = [bare(a) for a in self.args], {k: bare(v) for k, v in self.kwargs.items()}
+        like = as_tuple(self.op.reference(*given[0], **given[1]))
+        device = tensors_of(self.args)[0].device
+        made = [torch.randn(o.shape, device=device, generator=self.dice).to(o.dtype) for o in like]
+        return list(made) if leaves(self.args) else [None for _ in made]
+
+    def _piecewise(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Verdict:
+        """Judges each piece of the results by a law of its own, and the scale over all of them; the worst finding of
+        each tensor is the verdict's."""
+        scales: dict[str, _Projections] = {}
+        eps: dict[str, float] = {}
+        verdict, wrong = Verdict(), Finding(1.0, 0.0, "form")
+        wanted, given = [*self.incoming, *leaves(self.args)[: len(grads)]], [*outputs, *grads]
+        if any([w is not None and g is not None and w.shape != g.shape for w, g in zip(wanted, given, strict=True)]):
+            return Verdict({"out": wrong})
+        for n, piece in enumerate(self.pieces or ()):
+
+            def part(name: str, value: Any, piece: Piece = piece) -> Any:
+                if name in piece.values:
+                    return piece.values[name]
+                if not isinstance(value, Tensor) or name not in piece.slices:
+                    return value
+                return value.detach()[piece.slices[name]].requires_grad_(value.requires_grad)
+
+            args = [part(name, a) for name, a in zip(self.names, self.args, strict=False)]
+            kwargs = {name: part(name, a) for name, a in self.kwargs.items()}
+            law = Law(self.op, args, kwargs, seed=self.seed + n, incoming=[part("out", g) for g in self.incoming])
+            theirs = [part(name.removeprefix("grad_"), g) for name, g in zip(self.grad_names, grads, strict=False)]
+            found = law.judge([part("out", o) for o in outputs], theirs)
+            for mine, one, standards in (
+                (verdict.outputs, found.outputs, law.outputs),
+                (verdict.grads, found.grads, law.grads),
+            ):
+                mine.update({k: max(f, mine.get(k, f), key=lambda f: f.worst) for k, f in one.items()})
+                for name, standard in zip(one, standards, strict=False):
+                    if standard is not None and standard.dtype.is_floating_point:
+                        sums = scales.get(name, _Projections()).plus(standard.projections)
+                        scales[name], eps[name] = sums, standard.eps
+        for mine in (verdict.outputs, verdict.grads):
+            for name in scales.keys() & mine.keys():
+                mine[name] = max(mine[name], scales[name].finding(eps[name]), key=lambda f: f.worst)
+        return verdict
 
     def _slices(self) -> Tensor | None:
         """Returns the indices of the rows to check if a tensor is too large to check whole, else None."""
@@ -464,6 +573,8 @@ class Law:
 
     def judge(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None] = ()) -> Verdict:
         """Checks outputs and gradients, and returns the findings."""
+        if self.pieces is not None:
+            return self._piecewise(outputs, grads)
         names = ["out"] if len(self.outputs) == 1 else [f"out{i}" for i in range(len(self.outputs))]
         verdict = Verdict({n: s.judge(self._narrow(o)) for n, s, o in zip(names, self.outputs, outputs, strict=True)})
         if grads:

@@ -25,6 +25,8 @@ PEERS = {
     "cusparselt": "cuSPARSELt",
     "cutlass_sparse": "CUTLASS, sparse",
     "liger": "Liger",
+    "torchao": "torchao",
+    "triton_kernels": "triton_kernels",
     "quack": "quack",
     "cce": "Cut Cross-Entropy",
     "cce_exact": "Cut Cross-Entropy, exact",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.op import Case, Spec
+from ridgeline.op import Case, Columns, Spec
 
 
 class Scales(Spec):
@@ -23,17 +23,22 @@ class Powers(Spec):
         return super().make(*args) + 119
 
 
-def _case(T: int, E: int, k: int, H: int, I: int, use: str = "check", bias: bool = False, **options: Any) -> Case:
+def _case(
+    T: int, E: int, k: int, H: int, I: int, use: str = "check", bias: bool = False, turned: bool = False,
+    **options: Any
+) -> Case:  # fmt: skip
+    """turned: weights whose columns are contiguous, as gpt-oss has them. One measured token is a step of decoding."""
     options_named = [str(v) if n == "activation" else n for n, v in options.items()]
-    name = [f"{T} tokens, {k} of {E} experts, {H} -> {I}", *options_named]
+    name = [f"{T} tokens, {k} of {E} experts, {H} -> {I}", *options_named, *["columns"] * turned]
+    weight, grad = Columns if turned else Spec, use != "bench" or T > 1
     tensors = (
-        Spec(T, H),
-        Spec(T, k, dtype="float32"),
+        Spec(T, H, grad=grad),
+        Spec(T, k, dtype="float32", grad=grad),
         Spec(T, k, dtype="int64", high=E),
-        Spec(E, 2 * I, H),
-        Spec(E, H, I),
+        weight(E, 2 * I, H, grad=grad),
+        weight(E, H, I, grad=grad),
     )
-    options |= {"gate_up_bias": Spec(E, 2 * I), "down_bias": Spec(E, H)} if bias else {}
+    options |= {"gate_up_bias": Spec(E, 2 * I, grad=grad), "down_bias": Spec(E, H, grad=grad)} if bias else {}
     dtypes = {"bench": ("bfloat16",), "quick": ("float32",), "check": ("float32", "float16", "bfloat16")}[use]
     return Case(", ".join([*name, *["biases"] * bias]), tensors, options, dtypes=dtypes, use=use)
 
@@ -70,12 +75,14 @@ CASES = [
     _case(6, 4, 3, 33, 16, bias=True, activation="swiglu_oai", limit=1.5, interleaved=True),
     _case(40, 3, 1, 16, 8, bias=True),
     _case(3, 9, 2, 17, 13, interleaved=True, limit=0.5),
+    _case(30, 4, 2, 40, 24, turned=True, **OAI),
     _few("int4", 9, 5, 2, 96, 64, group=32, zero=True),
     _few("mxfp4", 7, 3, 2, 160, 96, **OAI),
     _few("int8", 6, 4, 3, 38, 18, limit=0.5),
     _case(128, 8, 2, 128, 64, "quick"),
     *(_case(T, *QWEN3, "bench") for T in (1, 64, 1024, 8192)),
     *(_case(T, *MIXTRAL, "bench") for T in (1, 64, 8192)),
+    *(_case(T, *GPT_OSS, "bench", turned=True, **OAI) for T in (64, 8192)),
     *(_few("int4", T, *QWEN3, "bench") for T in (1, 64, 1024, 8192)),
     *(_few("mxfp4", T, *GPT_OSS, "bench", **OAI) for T in (1, 64, 8192)),
 ]

@@ -70,6 +70,29 @@ def unit(gate, up, limit, OAI: tl.constexpr, dtype: tl.constexpr):
     return y * u, by_gate, by_up
 
 
+@triton.jit
+def _halves(both, BM: tl.constexpr, BN: tl.constexpr):
+    """The even and the odd columns of a tile. A thread of a matrix unit holds neighbours, so no data moves."""
+    return both.reshape(BM, BN, 2).split()
+
+
+@triton.jit
+def _biased(total, bias, group, c, N, G, g):
+    """total plus columns c of the group's 2 N biases."""
+    if bias is not None:
+        b = tl.load(bias + group * 2 * N + c, mask=(c < 2 * N) & (g < G), other=0.0)
+        total += b.to(tl.float32)[None, :]
+    return total.to(tl.float32)
+
+
+@triton.jit
+def _keep(out, total, r, c, end, below, N):
+    """Stores columns c of z, up to column `below`."""
+    if out.z is not None:
+        inside = (r[:, None] < end) & (c[None, :] < below)
+        tl.store(out.z + r[:, None] * (2 * N) + c[None, :], total.to(out.z.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["limit"])
 def _fwd(
     out,
@@ -78,7 +101,6 @@ def _fwd(
     bias,
     ends,
     sizes,
-    halves,
     limit,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -86,11 +108,15 @@ def _fwd(
     GROUP: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):
-    """sizes: n rows, K, I and the experts. OPTIONS: (power of the experts, even K, precision, swiglu_oai, long)."""
+    """sizes: n rows, K, I and the experts. OPTIONS: (power of the experts, even K, precision, swiglu_oai, long,
+    interleaved). Columns that take turns are one tile of twice the width, so they are loaded, and stored in z, as they
+    lie."""
     T, K, N, G = sizes
     POW: tl.constexpr = OPTIONS[0]
     EVEN: tl.constexpr = OPTIONS[1]
     PRECISION: tl.constexpr = OPTIONS[2]
+    MIXED: tl.constexpr = OPTIONS[5]
+    WIDE: tl.constexpr = 2 * BN if MIXED else BN
     w_k, w_n = w.k, w.n
     if OPTIONS[4]:  # offsets in an expert's weight overflow 32 bits
         w_k, w_n = tl.cast(w_k, tl.int64), tl.cast(w_n, tl.int64)
@@ -101,38 +127,38 @@ def _fwd(
     for t in range(tl.program_id(0), tiles, tl.num_programs(0)):
         g, row, end, column = find(last, ends, t, across, sizes, BM, BN, GROUP)
         r, n = row + tl.arange(0, BM), column + tl.arange(0, BN)
+        c = column * (WIDE // BN) + tl.arange(0, WIDE)  # z's columns and the weight's
         rows = source(x, tl.minimum(r, end - 1))
         group = tl.minimum(g, G - 1).to(tl.int64)
-        mine = n % N * halves.step  # the weight's rows
         at_x = x.data + rows[:, None] * x.row + k[None, :].to(tl.int64) * x.column
         at_w = w.data + group * w.group
-        here_w = k[:, None] * w_k + mine[None, :] * w_n
-        further = halves.up * w_n
-        gate, up = empty(BM, BN, PRECISION), empty(BM, BN, PRECISION)
+        here_w = k[:, None] * w_k + (c % (N * (WIDE // BN)))[None, :] * w_n
+        gate, up = empty(BM, WIDE, PRECISION), empty(BM, BN, PRECISION)
         for start in range(0, tl.where(g < G, K, 0), BK):
             if EVEN:
-                left, one, other = tl.load(at_x), tl.load(at_w + here_w), tl.load(at_w + further + here_w)
+                left, right = tl.load(at_x), tl.load(at_w + here_w)
             else:
                 left = tl.load(at_x, mask=k[None, :] < K - start, other=0.0)
-                one = tl.load(at_w + here_w, mask=k[:, None] < K - start, other=0.0)
-                other = tl.load(at_w + further + here_w, mask=k[:, None] < K - start, other=0.0)
-            gate = added(gate, left, one, PRECISION)
-            up = added(up, left, other, PRECISION)
+                right = tl.load(at_w + here_w, mask=k[:, None] < K - start, other=0.0)
+            gate = added(gate, left, right, PRECISION)
+            if not MIXED:
+                if EVEN:
+                    other = tl.load(at_w + N * w_n + here_w)
+                else:
+                    other = tl.load(at_w + N * w_n + here_w, mask=k[:, None] < K - start, other=0.0)
+                up = added(up, left, other, PRECISION)
             at_x += BK * tl.cast(x.column, tl.int64)
             at_w += BK * tl.cast(w_k, tl.int64)
-        if bias is not None:
-            here = (n < N) & (g < G)
-            at_b = bias + group * 2 * N + mine
-            gate += tl.load(at_b, mask=here, other=0.0).to(tl.float32)[None, :]
-            up += tl.load(at_b + halves.up, mask=here, other=0.0).to(tl.float32)[None, :]
-        gate, up = gate.to(tl.float32), up.to(tl.float32)
-        inside = (r[:, None] < end) & (n[None, :] < N)
+        gate = _biased(gate, bias, group, c, N, G, g)
         r = r.to(tl.int64)
-        if out.z is not None:
-            at_z = out.z + r[:, None] * (2 * N) + mine[None, :]
-            tl.store(at_z, gate.to(out.z.dtype.element_ty), mask=inside)
-            tl.store(at_z + halves.up, up.to(out.z.dtype.element_ty), mask=inside)
+        _keep(out, gate, r, c, end, N * (WIDE // BN), N)
+        if MIXED:
+            gate, up = _halves(gate, BM, BN)
+        else:
+            up = _biased(up, bias, group, N + c, N, G, g)
+            _keep(out, up, r, N + c, end, 2 * N, N)
         h, _, _ = unit(gate, up, limit, OPTIONS[3], out.h.dtype.element_ty)
+        inside = (r[:, None] < end) & (n[None, :] < N)
         tl.store(out.h + r[:, None] * N + n[None, :], h.to(out.h.dtype.element_ty), mask=inside)
 
 
@@ -144,26 +170,43 @@ class Undone(NamedTuple):
     sums: Any
 
 
+@triton.jit
+def _row(z, start, N, BLOCK: tl.constexpr, MIXED: tl.constexpr):
+    """The gates and ups of columns start to start + BLOCK, in float32, from a row of z."""
+    if MIXED:
+        c = 2 * start + tl.arange(0, 2 * BLOCK)
+        gate, up = tl.load(z + c, mask=c < 2 * N, other=0.0).reshape(BLOCK, 2).split()
+    else:
+        n = start + tl.arange(0, BLOCK)
+        gate, up = tl.load(z + n, mask=n < N, other=0.0), tl.load(z + N + n, mask=n < N, other=0.0)
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["limit"])
-def _bwd(out, dh, z, weights, order, last_end, N, halves, limit, OAI: tl.constexpr, BLOCK: tl.constexpr):
-    """dh (n, I): the gradient of h without the pair's weight. A program has one row. dz may lie in z, and h in dh."""
+def _bwd(out, dh, z, weights, order, last_end, N, limit, OAI: tl.constexpr, BLOCK: tl.constexpr, MIXED: tl.constexpr):
+    """dh (n, I): the gradient of h without the pair's weight. A program has one row. dz may lie in z, and h in dh.
+    MIXED: gates and ups take turns in z."""
     r = tl.program_id(0).to(tl.int64)
     factor = tl.load(weights + tl.load(order + r)).to(tl.float32)
     factor = tl.where(r < tl.load(last_end), factor, 0.0)  # rows of no expert
+    dtype = out.dz.dtype.element_ty
     sums = tl.zeros((BLOCK,), tl.float32)
+    z, dz = z + r * (2 * N), out.dz + r * (2 * N)
     for start in range(0, N, BLOCK):
         n = start + tl.arange(0, BLOCK)
-        at_z = r * (2 * N) + n * halves.step
-        gate = tl.load(z + at_z, mask=n < N, other=0.0).to(tl.float32)
-        up = tl.load(z + at_z + halves.up, mask=n < N, other=0.0).to(tl.float32)
+        gate, up = _row(z, start, N, BLOCK, MIXED)
         d = tl.load(dh + r * N + n, mask=n < N, other=0.0).to(tl.float32)
-        h, by_gate, by_up = unit(gate, up, limit, OAI, z.dtype.element_ty)
+        h, by_gate, by_up = unit(gate, up, limit, OAI, dtype)
         sums += d * h
-        dtype = out.dz.dtype.element_ty
         if out.h is not None:
             tl.store(out.h + r * N + n, (h * factor).to(dtype), mask=n < N)
-        tl.store(out.dz + at_z, (d * factor * by_gate).to(dtype), mask=n < N)
-        tl.store(out.dz + at_z + halves.up, (d * factor * by_up).to(dtype), mask=n < N)
+        by_gate, by_up = (d * factor * by_gate).to(dtype), (d * factor * by_up).to(dtype)
+        if MIXED:
+            c = 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(dz + c, tl.join(by_gate, by_up).reshape(2 * BLOCK), mask=c < 2 * N)
+        else:
+            tl.store(dz + n, by_gate, mask=n < N)
+            tl.store(dz + N + n, by_up, mask=n < N)
     tl.store(out.sums + r, tl.sum(sums, 0))
 
 
@@ -173,9 +216,10 @@ def halves_of(I: int, interleaved: bool) -> Halves:
 
 def gated(
     h: torch.Tensor, z: Maybe, x: Rows, w: torch.Tensor, ends: torch.Tensor, bias: Maybe, oai: bool,
-    limit: float | None, interleaved: bool, precision: str
+    limit: float | None, interleaved: bool, precision: str, room: Maybe = None
 ) -> None:  # fmt: skip
-    """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous."""
+    """Fills h (n, I) and z (n, 2 I) from gathered rows x and w (E, 2 I, K), any strides; bias: contiguous. room: memory
+    (n, K) for copies of x's rows, which other rungs make."""
     (T, N), (G, _, K) = h.shape, w.shape
     exact = dot_precision(h, precision, K, 2 * T * N)
     w = w.mT
@@ -183,19 +227,21 @@ def gated(
 
     def config() -> dict[str, Any]:
         gpu = device.of(h)
-        chosen = _tile(rule(gpu, h.dtype, exact, T, 2 * N, K, G))
-        return chosen | {"OPTIONS": (power(G), K % chosen["BK"] == 0, exact, oai, long)}
+        chosen = _tile(gpu, h.element_size(), rule(gpu, h.dtype, exact, T, 2 * N, K, G))
+        return chosen | {"OPTIONS": (power(G), K % chosen["BK"] == 0, exact, oai, long, interleaved)}
 
     def grid(c: dict[str, Any]) -> tuple[int, ...]:
         return (programs(device.of(h), c, h.element_size(), T, N, G, wide=2),)
 
-    where = x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G), halves_of(N, interleaved)
-    launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long, exact))
+    where = x, Weights(w, *w.stride()), bias, ends, Sizes(T, K, N, G)
+    launch(_fwd, grid, Written(h, z), *where, limit, config=config, key=(T, N, K, G, oai, long, exact, interleaved))
 
 
-def _tile(one: tuning.Config) -> tuning.Config:
-    """The tile of a product of half the columns, since there are two."""
-    return one | {"BN": max(32, one["BN"] // 2)}
+def _tile(gpu: device.Device, size: int, one: tuning.Config) -> tuning.Config:
+    """The tile of a product of half the columns, since there are two; for few rows of as many, if they fit."""
+    held = (one["BM"] + 2 * one["BN"]) * one["BK"] * size * (one["num_stages"] - 1)
+    whole = size < 4 and one["BM"] < 64 and held < gpu.shared_memory // 2 and gpu.backend == "cuda"
+    return one if whole else one | {"BN": max(32, one["BN"] // 2)}
 
 
 def ungated(
@@ -204,5 +250,5 @@ def ungated(
 ) -> None:  # fmt: skip
     n, N = dh.shape
     block = min(1024, triton.next_power_of_2(N))
-    given = Undone(dz, h, sums), dh, z, weights, order, ends[-1:], N, halves_of(N, interleaved), limit
-    launch(_bwd, (n,), *given, OAI=oai, BLOCK=block, num_warps=max(1, min(4, block // 256)))
+    given, warps = (Undone(dz, h, sums), dh, z, weights, order, ends[-1:], N, limit), max(1, min(4, block // 256))
+    launch(_bwd, (n,), *given, OAI=oai, BLOCK=block, MIXED=interleaved, num_warps=warps)

@@ -10,6 +10,7 @@ from ridgeline.ops.experts import _products, _products_tma, _weight_grads, _weig
 
 HOPPER, refusal, unless, whole = _products_tma.HOPPER, _products_tma.refusal, _products_tma.unless, _products_tma.whole
 bias_grad = _weight_grads.bias_grad
+rows_of = _products.rows_of
 
 
 def product(tma: bool) -> Callable[..., None]:

@@ -16,18 +16,27 @@ _T = torch.Tensor
 _Maybe = torch.Tensor | None
 
 
-def by_group(
-    traced: Callable[..., _T], x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None
-) -> _T:
-    """traced: the same for offsets without values, as while tracing."""
+def by_group(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None) -> _T:
+    """A product for each group. Without values of the offsets, as while tracing: of all rows, by masks."""
     ends = values(offsets)
-    if ends is None:
-        return traced(x, w, offsets, bias=bias, main_grad=main_grad)
     w = w if main_grad is None else Into.apply(w, main_grad)
-    parts = [x[s:e] @ w[g] for g, (s, e) in enumerate(zip([0, *ends], ends, strict=False))]
-    parts = parts if bias is None else [part + bias[g] for g, part in enumerate(parts)]
+    if ends is None:
+        return _by_masks(x, w, offsets, bias)
+    parts = [x[s:e] @ one for s, e, one in zip([0, *ends], ends, w.unbind(), strict=False)]
+    parts = parts if bias is None else [part + one for part, one in zip(parts, bias.unbind(), strict=True)]
     tail = x.shape[0] - (ends[-1] if ends else 0)
     return torch.cat([*parts, x.new_zeros((tail, w.shape[2]))])
+
+
+def _by_masks(x: _T, w: _T, offsets: _T, bias: _Maybe) -> _T:
+    """Each group's product of all rows, kept where a row is in the group."""
+    row = torch.arange(x.shape[0], device=x.device)[:, None]
+    y = x.new_zeros((x.shape[0], w.shape[2]))
+    for g in range(w.shape[0]):
+        inside = (row < offsets[g]) & (row >= (offsets[g - 1] if g else 0))
+        part = torch.where(inside, x, 0) @ w[g]
+        y = y + torch.where(inside, part if bias is None else part + bias[g], 0)
+    return y
 
 
 def grouped_mm(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None) -> _T:

@@ -207,9 +207,12 @@ def programs(gpu: device.Device, c: dict[str, Any], size: int, T: int, N: int, G
 
 
 def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: int, G: int) -> tuning.Config:
-    """Returns the tile: as many rows as a group has on average, so that few of a tile's rows are none."""
+    """Returns the tile: about as many rows as a group has on average, so that few of a tile's rows are none.
+
+    Few rows are twice the average, since a group whose rows fill two tiles has its weight read twice; or by GROUP, from
+    the cache."""
     average = T / max(1, G)
-    rows = 16 if average <= 16 else 32 if average <= 48 else 64 if average <= 96 else 128
+    rows = 16 if average <= 8 else 32 if average <= 48 else 64 if average <= 96 else 128
     stages = 3 if gpu.backend == "cuda" else 2
     if dtype == torch.float32:
         deep = 32 if exact.startswith("tf32") else 16
@@ -218,7 +221,8 @@ def rule(gpu: device.Device, dtype: torch.dtype, exact: str, T: int, N: int, K: 
     if rows < 64:
         few = (T // rows + min(G, T)) * triton.cdiv(N, 64) < gpu.multiprocessors
         deep = 128 if K % 128 == 0 else 64
-        return {"BM": rows, "BN": 32 if few else 64, "BK": deep, "GROUP": 1, "num_warps": 4, "num_stages": stages}
+        stages += deep == 64 and gpu.shared_memory >= 160 << 10
+        return {"BM": rows, "BN": 32 if few else 64, "BK": deep, "GROUP": 8, "num_warps": 4, "num_stages": stages}
     wide = 256 if rows == 128 and N >= 1024 and gpu.shared_memory >= 227 << 10 else 128
     warps = 8 if rows == 128 else 4
     return {"BM": rows, "BN": wide, "BK": 64, "GROUP": 8, "num_warps": warps, "num_stages": stages}

@@ -1,9 +1,9 @@
 """Which rows an expert gets, and the sums of what the experts return: the pairs (token, expert) in the experts' order.
 
 A pair p = t k + j is token t's choice j. Its place among all pairs sorted by expert, where pairs of one expert keep
-their order, is the number of pairs of lower experts, plus those of its own before it. Programs count the pairs of
-their spans; then each adds up what is before its span. Nothing is sorted, and no count depends on a race. A pair
-whose index is no expert's comes after all, and makes its token NaN.
+their order, is the number of pairs of lower experts, plus those of its own before it. Programs count the pairs of a
+block; the counts of the blocks before it are summed; then each pair counts its like in its block. Nothing is sorted,
+and no count depends on a race. A pair whose index is no expert's comes after all, and makes its token NaN.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ridgeline.boundary import launch
 
-SPANS = 128  # at most: the rows of the table of counts
+ALONE = 4  # so many blocks of pairs are one program's
 Maybe = torch.Tensor | None
 
 
@@ -30,47 +30,64 @@ class Pairs(NamedTuple):
 
 
 @triton.jit
-def _one_hot(pairs, p, n, E, POW: tl.constexpr):
-    """(pairs, POW): 1 in the column of a pair's expert; column E is for those that are none's."""
+def _experts(pairs, p, n, E):
+    """The experts of pairs p; E for those that are none's."""
     e = tl.load(pairs.indices + p, mask=p < n, other=-1)
-    e = tl.where((e < 0) | (e >= E), E, e)
+    return tl.where((e < 0) | (e >= E), E, e).to(tl.int32)
+
+
+@triton.jit
+def _one_hot(pairs, p, n, E, POW: tl.constexpr):
+    """(pairs, POW): 1 in the column of a pair's expert."""
+    e = _experts(pairs, p, n, E)
     return ((e[:, None] == tl.arange(0, POW)[None, :]) & (p < n)[:, None]).to(tl.int32)
 
 
 @triton.jit
 def _count(table, pairs, n, E, BLOCK: tl.constexpr, POW: tl.constexpr):
-    span = tl.cdiv(tl.cdiv(n, BLOCK), tl.num_programs(0))
-    total = tl.zeros((POW,), tl.int32)
-    for block in range(tl.program_id(0) * span, (tl.program_id(0) + 1) * span):
-        total += tl.sum(_one_hot(pairs, block * BLOCK + tl.arange(0, BLOCK), n, E, POW), 0)
-    tl.store(table + tl.program_id(0) * POW + tl.arange(0, POW), total)
+    """table: how many pairs of a block each expert has, a row for each block."""
+    b = tl.program_id(0)
+    counts = tl.sum(_one_hot(pairs, b * BLOCK + tl.arange(0, BLOCK), n, E, POW), 0)
+    tl.store(table + b * POW + tl.arange(0, POW), counts)
 
 
 @triton.jit
-def _put(pairs, table, n, E, BLOCK: tl.constexpr, POW: tl.constexpr, ROWS: tl.constexpr):
-    """table: the counts of each span, or None if there is one program, which counts itself. ROWS: read at once."""
-    column = tl.arange(0, POW)
-    span = tl.cdiv(tl.cdiv(n, BLOCK), tl.num_programs(0))
-    total = tl.zeros((POW,), tl.int32)
+def _scan(table, blocks, POW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Replaces counts of a block by those of all blocks before it; the row after the last block holds all."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    before = tl.zeros((COLUMNS,), tl.int32)
+    for start in range(0, blocks, ROWS):
+        b = start + tl.arange(0, ROWS)
+        at, here = table + b[:, None] * POW + column[None, :], (b < blocks)[:, None]
+        counts = tl.load(at, mask=here, other=0)
+        tl.store(at, before[None, :] + tl.cumsum(counts, 0) - counts, mask=here)
+        before += tl.sum(counts, 0)
+    tl.store(table + blocks * POW + column, before)
+
+
+@triton.jit
+def _put(pairs, table, n, E, BLOCK: tl.constexpr, POW: tl.constexpr):
+    """table: that of `_scan`, or None if there is one program, which counts itself."""
+    column, blocks, block = tl.arange(0, POW), tl.cdiv(n, BLOCK), tl.program_id(0)
     before = tl.zeros((POW,), tl.int32)
     if table is None:
-        for block in range(span):
-            total += tl.sum(_one_hot(pairs, block * BLOCK + tl.arange(0, BLOCK), n, E, POW), 0)
+        total = tl.zeros((POW,), tl.int32)
+        for b in range(blocks):
+            total += tl.sum(_one_hot(pairs, b * BLOCK + tl.arange(0, BLOCK), n, E, POW), 0)
+        last = blocks
     else:
-        for start in range(0, tl.num_programs(0), ROWS):
-            s = start + tl.arange(0, ROWS)
-            at = table + s[:, None] * POW + column[None, :]
-            counts = tl.load(at, mask=s[:, None] < tl.num_programs(0), other=0)
-            total += tl.sum(counts, 0)
-            before += tl.sum(tl.where(s[:, None] < tl.program_id(0), counts, 0), 0)
+        total = tl.load(table + blocks * POW + column)
+        before = tl.load(table + block * POW + column)
+        last = block + 1
     ends = tl.cumsum(total, 0)
-    if tl.program_id(0) == 0:
+    if block == 0:
         tl.store(pairs.ends + column, ends, mask=column < E)
     base = ends - total + before
-    for block in range(tl.program_id(0) * span, (tl.program_id(0) + 1) * span):
-        p = block * BLOCK + tl.arange(0, BLOCK)
+    for b in range(block, last):
+        p, q = b * BLOCK + tl.arange(0, BLOCK), b * BLOCK + tl.arange(0, BLOCK)
         mine = _one_hot(pairs, p, n, E, POW)
-        place = tl.sum(mine * (tl.cumsum(mine, 0) - mine + base[None, :]), 1)
+        same = _experts(pairs, p, n, E)[:, None] == _experts(pairs, q, n, E)[None, :]
+        place = tl.sum(mine * base[None, :], 1) + tl.sum((same & (q[None, :] < p[:, None])).to(tl.int32), 1)
         tl.store(pairs.place + p, place, mask=p < n)
         tl.store(pairs.order + place, p, mask=p < n)
         base += tl.sum(mine, 0)
@@ -101,11 +118,13 @@ def _combine(y, given, k, H, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _gather(out, x, order, each, H, BLOCK: tl.constexpr):
+def _gather(out, x, order, each, n, H, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """out_r = x_(order_r // each)."""
-    r, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = (tl.load(order + r) // each).to(tl.int64)
-    tl.store(out + r * H + h, tl.load(x + row * H + h, mask=h < H, other=0.0), mask=h < H)
+    r, h = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.load(order + r, mask=r < n, other=0) // each).to(tl.int64)
+    here = (r < n)[:, None] & (h < H)[None, :]
+    values = tl.load(x + row[:, None] * H + h[None, :], mask=here, other=0.0)
+    tl.store(out + r[:, None].to(tl.int64) * H + h[None, :], values, mask=here)
 
 
 @triton.jit
@@ -127,28 +146,28 @@ def _weights(dweights, sums, dy, bias, pairs, k, H, E, BLOCK: tl.constexpr):
     tl.store(dweights + p, d.to(dweights.dtype.element_ty))
 
 
-def route(pairs: Pairs, table: torch.Tensor) -> None:
-    """Fills order, place and ends. table: room for counts, int32 (SPANS, power of the experts)."""
+def route(pairs: Pairs) -> None:
+    """Fills order, place and ends."""
     n, (E,) = pairs.indices.numel(), pairs.ends.shape
     POW = triton.next_power_of_2(E + 1)
-    block = max(16, min(128, 8192 // POW))
-    spans = min(SPANS, triton.cdiv(n, block))
-    warps = 8 if block * POW >= 8192 else 4
-    tile: dict[str, Any] = {"BLOCK": block, "POW": POW, "num_warps": warps}
-    one = spans <= 4
-    if not one:
-        launch(_count, (spans,), table, pairs, n, E, **tile)
-    rows = max(1, min(SPANS, 4096 // POW))
-    launch(_put, (1 if one else spans,), pairs, None if one else table, n, E, ROWS=rows, **tile)
+    block = max(16, min(64, 16384 // POW))
+    blocks = triton.cdiv(n, block)
+    tile: dict[str, Any] = {"BLOCK": block, "POW": POW, "num_warps": 8 if block * POW >= 8192 else 4}
+    if blocks <= ALONE:
+        return launch(_put, (1,), pairs, None, n, E, **tile)
+    table, columns = torch.empty((blocks + 1, POW), dtype=torch.int32, device=pairs.ends.device), min(POW, 16)
+    launch(_count, (blocks,), table, pairs, n, E, **tile)
+    launch(_scan, (POW // columns,), table, blocks, POW=POW, ROWS=256, COLUMNS=columns, num_warps=8)
+    launch(_put, (blocks,), pairs, table, n, E, **tile)
 
 
 def gather(out: torch.Tensor, x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
     """Fills out (T k, H) with the tokens x (T, H) of the pairs in their places, and returns it; all contiguous."""
     n, H = out.shape
-    block = min(2048, triton.next_power_of_2(H))
-    launch(
-        _gather, (n, triton.cdiv(H, block)), out, x, order, k, H, BLOCK=block, num_warps=max(1, min(4, block // 256))
-    )
+    block = min(1024, triton.next_power_of_2(H))
+    rows = 8192 // block if n >= 4096 else 1  # many short programs take as long to start as to run
+    tile = {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(8, rows * block // 512))}
+    launch(_gather, (triton.cdiv(n, rows), triton.cdiv(H, block)), out, x, order, k, n, H, **tile)
     return out
 
 

@@ -8,15 +8,16 @@ Source: Gale et al., MegaBlocks, 2022 (arXiv:2211.15841); the interface is torch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from ridgeline.boundary import Function, differentiate, first_order, kernel_op
-from ridgeline.op import Case, Columns, Cost, Op, Spec, nbytes
+from ridgeline.op import Case, Columns, Cost, Op, Piece, Spec, nbytes
 from ridgeline.ops.experts import _checks, _grouped, _plain
-from ridgeline.ops.experts._arguments import Into, cast, precision
+from ridgeline.ops.experts._arguments import cast, precision
 from ridgeline.select import eager, run
 
 _T = torch.Tensor
@@ -84,15 +85,17 @@ class _Function(Function):
 
 
 def reference(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None) -> _T:
-    """By masks, without reading the ends: each group's product of all rows, kept where a row is in the group."""
-    w = w if main_grad is None else Into.apply(w, main_grad)
-    row = torch.arange(x.shape[0], device=x.device)[:, None]
-    y = x.new_zeros((x.shape[0], w.shape[2]))
-    for g in range(w.shape[0]):
-        inside = (row < offsets[g]) & (row >= (offsets[g - 1] if g else 0))
-        part = torch.where(inside, x, 0) @ w[g]
-        y = y + torch.where(inside, part if bias is None else part + bias[g], 0)
-    return y
+    """A product for each group, whose rows the host reads."""
+    return _plain.by_group(x, w, offsets, bias=bias, main_grad=main_grad)
+
+
+def pieces(x: _T, w: _T, offsets: _T, *, bias: _Maybe = None, main_grad: _Maybe = None) -> Iterator[Piece]:
+    """A call for each group. The last one has the rows past the last end too."""
+    ends = offsets.tolist()
+    for g, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        one, rows = slice(g, g + 1), slice(start, end if g < len(ends) - 1 else x.shape[0])
+        slices = {"x": rows, "out": rows, "w": one, "bias": one, "main_grad": one}
+        yield Piece(slices, {"offsets": offsets.new_tensor([end - start])})
 
 
 def grouped_matmul(
@@ -166,6 +169,7 @@ GROUPED_MATMUL = Op(
     grouped_matmul,
     reference=reference,
     cost=cost,
+    pieces=pieces,
     flops={
         "grouped_matmul_collect": lambda total, more: total.numel(),
         "grouped_matmul_bwd": lambda dy, x, w, offsets, weight, *_: 2 * weight * x.shape[0] * w[0].numel(),
@@ -181,8 +185,8 @@ GROUPED_MATMUL = Op(
     ],
 )
 
-BY_GROUP = partial(_plain.by_group, reference)
-GROUPED_MATMUL.eager("naive", "a product for each group, whose ends the host reads", BY_GROUP, served=True, reads=True)
+READS = "a product for each group, whose ends the host reads"
+GROUPED_MATMUL.eager("naive", READS, _plain.by_group, served=True, reads=True)
 GROUPED_MATMUL.eager(
     "torch",
     "PyTorch's grouped_mm (CUTLASS), and zeros for rows past the last end",

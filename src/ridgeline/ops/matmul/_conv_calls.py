@@ -1,4 +1,7 @@
-"""conv2d's registered ops and its autograd.Function. Backward reads z, the activation's input, or for ReLU y itself."""
+"""conv2d's registered ops and its autograd.Function. Backward reads z, the activation's input, or for ReLU y itself.
+
+The rung that serves has gradients of x and the weight by cuDNN, which is faster there than our kernels.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from typing import Any
 
 import torch
 
+from ridgeline import device
 from ridgeline.boundary import Function, first_order, kernel_op
 from ridgeline.op import LOADED
+from ridgeline.ops.matmul import _conv, _conv_boxes
 from ridgeline.ops.matmul._activated import unbend
 from ridgeline.ops.matmul._conv import Window
 from ridgeline.ops.matmul.matmul import precision, sum_of_rows
@@ -16,6 +21,7 @@ from ridgeline.select import run
 _T = torch.Tensor
 _Maybe = torch.Tensor | None
 LAST = torch.channels_last
+SERVED = "triton_fused"
 OPTIONS = "int down, int across, int top, int left, int apart, int beside"  # stride, padding, dilation: rows, columns
 
 
@@ -58,6 +64,14 @@ def _undo_op(dy: _T, z: _T, activation: str) -> _T:
     return dz
 
 
+def fused(y: _T, z: _T, x: _T, weight: _T, bias: _Maybe, window: Window, *rest: Any) -> None:
+    """Fills y and z by boxes where they are faster, for 1 x 1 windows, and else by gathers."""
+    pointwise = weight.shape[2] * weight.shape[3] == 1
+    boxes = pointwise and device.of(x).capability == 90 and x.dtype != torch.float32
+    boxes = boxes and _conv_boxes.refusal(x, weight, bias, window) is None
+    (_conv_boxes if boxes else _conv).forward(y, z, x, weight, bias, window, *rest)
+
+
 class Convolution(Function):
     @staticmethod
     def forward(
@@ -80,7 +94,11 @@ class Convolution(Function):
         if activation:
             dz = _undo_op(dz, z, activation)
         dx = dw = None
-        if to_x or to_weight:
+        if (to_x or to_weight) and impl in (None, SERVED):
+            wanted = [to_x, to_weight, False]
+            window = _window(*options)
+            dx, dw, _ = torch.ops.aten.convolution_backward(dz, x, weight, None, *window, False, [0, 0], 1, wanted)
+        elif to_x or to_weight:
             dx, dw = _bwd_op(dz, x, weight, *options, to_x, to_weight, precision(), impl)
         db = sum_of_rows(dz.permute(0, 2, 3, 1).reshape(-1, dz.shape[1])) if to_bias else None
         return dx if to_x else None, dw if to_weight else None, db, None, None, None, None

@@ -20,6 +20,14 @@ from ridgeline.select import run
 WIDEST = 256  # columns of x and of y: a row of either must fit in registers
 
 
+FEW, HEAVY = 1024, 1 << 16  # rows that leave most multiprocessors idle; numbers of both weights that one reads slowly
+
+
+def few(rows: int, weights: int) -> bool:
+    """Returns whether two products are faster: few programs would each walk large weights."""
+    return rows <= FEW and weights > HEAVY
+
+
 class Biases(NamedTuple):
     first: Any
     second: Any

@@ -206,7 +206,7 @@ def block_sparse_matmul(
     """
     x, blocks = in_autocast(x, blocks)
     _check(x, blocks, starts, columns)
-    plain = eager(BLOCK_SPARSE_MATMUL, impl, x, blocks)
+    plain = eager(BLOCK_SPARSE_MATMUL, impl, x, blocks, ends=starts.shape[0])
     if plain is not None and plain.call is not None:
         return plain.call(x, blocks, starts, columns)
     given = rows_of(x), blocks.contiguous(), starts.contiguous(), columns.contiguous()
@@ -255,6 +255,25 @@ def _unfit(x: torch.Tensor, blocks: torch.Tensor, starts: torch.Tensor, columns:
         given = f"{tuple(columns.shape)} for {blocks.shape[0]} blocks, and starts {tuple(starts.shape)}"
         return f"columns must be (count,) and starts (N / B + 1,), got columns {given}"
     return None
+
+
+# The dense product of a full weight takes 1. The walk takes so much for all blocks, forward and with both gradients.
+WALKED = {128: (1.9, 1.9), 64: (1.9, 2.3), 32: (3.7, 5.6), 16: (7.4, 11.2)}
+# A dense weight is made in the time of so many rows of its product, and of so many more for all blocks.
+MADE, FILLED = 550, 1600
+
+
+def _unless(x: torch.Tensor, blocks: torch.Tensor, starts: Any = None, *_: Any, ends: int = 0) -> str | None:
+    """Returns why a call is left to a dense product, or None: many blocks, and rows enough to make a dense weight.
+
+    ends: the length of starts, whose dtype is no kernel's."""
+    side, rows = blocks.shape[-1], x.numel() // max(1, x.shape[-1])
+    places = ((ends or starts.shape[0]) - 1) * (x.shape[-1] // side)
+    train = torch.is_grad_enabled() and (x.requires_grad or blocks.requires_grad)
+    each = WALKED[side][train]
+    if x.dtype == torch.float32 or blocks.shape[0] * (rows * each - FILLED) <= places * (rows + MADE):
+        return None
+    return "so many of the blocks are there that a dense product is faster"
 
 
 def cost(
@@ -320,5 +339,7 @@ BLOCK_SPARSE_MATMUL.kernel(
     fwd=_fwd,
     bwd=_bwd,
     supports=_unfit,
+    unless=_unless,
+    leaves=("fwd",),
     served=True,
 )

@@ -19,7 +19,7 @@ from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, nbytes
 from ridgeline.ops.matmul import _conv, _conv_boxes
 from ridgeline.ops.matmul._activated import ACTIVATIONS, known
 from ridgeline.ops.matmul._conv import Pair, Window
-from ridgeline.ops.matmul._conv_calls import Convolution
+from ridgeline.ops.matmul._conv_calls import SERVED, Convolution, fused
 from ridgeline.ops.matmul.matmul import agree, in_autocast
 from ridgeline.select import by_kind, eager
 
@@ -71,9 +71,9 @@ def conv2d(
     x: (N, C, H, W); weight: (K, C / groups, R, S); bias: (K,) or None; one dtype and device. Gradients flow to all.
     stride, padding, dilation: whole numbers, or pairs for rows and columns. groups: kernels take 1; PyTorch the rest.
     activation: None, "relu", "silu", "gelu" or "gelu_tanh", on float32 sums, which are rounded once.
-    Kernels return y, dx and dw in channels_last memory. They read x and weight in place, whatever their strides, and
-    are made for channels_last; NCHW memory is slow, and nothing is copied. Backward copies an incoming gradient that
-    is not channels_last. Sums over pixels have an order, so gradients are bitwise reproducible.
+    Kernels return y in channels_last memory. They read x and weight in place, whatever their strides, and are made for
+    channels_last; NCHW memory is slow, and nothing is copied. Backward copies an incoming gradient that is not
+    channels_last. By default dx and dw are cuDNN's; those of the kernels (`impl="triton"`) are bitwise reproducible.
     float32 products follow `torch.get_float32_matmul_precision()`, not cuDNN's own switch. Autocast casts all inputs.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """
@@ -103,6 +103,9 @@ def _look(
     return plain, window, (*window.stride, *window.padding, *window.dilation)
 
 
+MOST = 256 * 9  # numbers of x in a sum; beyond, products slower than cuDNN's cost more than the passes saved
+
+
 def _unless(
     x: _T, weight: _T, bias: _Maybe = None, *_: Any, groups: int = 1, activation: Any = None, **__: Any
 ) -> str | None:  # fmt: skip
@@ -111,16 +114,11 @@ def _unless(
         return "kernels take one group"
     if min(weight.shape[:2]) < 32:
         return "few channels do not fill the tiles"
+    if weight.shape[1] * weight.shape[2] * weight.shape[3] > MOST:
+        return "cuDNN's products are faster for so long sums, by more than the passes over memory take"
     if x.dtype == torch.float32:
         return "cuDNN is at least as fast in float32"
     return "cuDNN is at least as fast without a bias and an activation" if bias is None or not activation else None
-
-
-def _unless_pointwise(x: _T, weight: _T, *rest: Any, **options: Any) -> str | None:
-    """Returns why a call is left to gathers by address, or None: boxes were faster for 1 x 1 windows alone."""
-    if weight.shape[2] * weight.shape[3] > 1:
-        return "gathers by address are at least as fast for windows larger than 1 x 1"
-    return _unless(x, weight, *rest, **options)
 
 
 def _refusal(x: _T, weight: _T, *_: Any, **options: Any) -> str | None:
@@ -208,9 +206,6 @@ CONV2D.kernel(
     fwd=_conv.forward,
     bwd=_conv.backward,
     supports=_refusal,
-    unless=_unless,
-    leaves=("fwd",),
-    served=True,
 )
 CONV2D.kernel(
     "triton_boxes",
@@ -219,10 +214,20 @@ CONV2D.kernel(
     fwd=_conv_boxes.forward,
     bwd=_conv_boxes.backward,
     supports=_conv_boxes.refusal,
-    unless=_unless_pointwise,
-    leaves=("fwd",),
     dtypes=("float16", "bfloat16"),
     arch=90,
     newest=90,  # no later card has timed it
+)
+# cuDNN's sums over pixels have no order, unless PyTorch is told to be deterministic.
+CONV2D.kernel(
+    SERVED,
+    "forward by gathers, 1x1 windows by boxes; gradients of x and weight by cuDNN",
+    kind="triton",
+    fwd=fused,
+    bwd=_conv.backward,
+    supports=_refusal,
+    unless=_unless,
+    leaves=("fwd",),
+    deterministic=False,
     served=True,
 )

@@ -83,6 +83,8 @@ def _unless(x: _T, w1: _T, w2: _T, *rest: Any, **options: Any) -> str | None:
     """Returns why a call is left to two products, or None: hidden values in memory must cost more than they save."""
     if x.dtype == torch.float32:
         return "cuBLAS is faster in float32"
+    if _mlp.few(x.numel() // max(1, x.shape[-1]), w1.shape[0] * (x.shape[-1] + w2.shape[0])):
+        return "so few programs, which each read both weights, take longer than two products of many programs"
     return _refusal(x, w1, w2)
 
 

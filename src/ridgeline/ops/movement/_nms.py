@@ -1,8 +1,9 @@
-"""Kernels of nms: bits of pairs that overlap too much, and one program that walks them and keeps boxes.
+"""Kernels of nms: bits of pairs that overlap too much, and a chain of programs that keeps boxes.
 
-Boxes are numbered by falling score. Bit j of row i says that box i, if kept, suppresses box j > i. The walk takes 256
-boxes at a time. Which of them stay is the fixed point of "kept, unless a kept box before it suppresses it", found by
-repetition from all bits at once: as many rounds as the longest chain of boxes that suppress each other, and one.
+Boxes are numbered by falling score. Bit j of row i says that box i, if kept, suppresses box j > i. A program has 256
+boxes and waits for what those before it keep; the bits between both are loaded in the meantime. Which of them stay is
+the fixed point of "kept, unless a kept box before it suppresses it", found by repetition from all bits at once: as many
+rounds as the longest chain of boxes that suppress each other, and one.
 """
 
 from __future__ import annotations
@@ -57,13 +58,13 @@ def _side(boxes, order, classes, steps, at, count):
 
 @triton.jit
 def _pairs(
-    bits, gone, kept, boxes, order, classes, steps, count, width, threshold, BM: tl.constexpr, BW: tl.constexpr
+    bits, said, kept, boxes, order, classes, steps, count, width, threshold, BM: tl.constexpr, BW: tl.constexpr
 ):  # fmt: skip
     """The bits of BM rows and BW words, where a step needs them; sets what the walk begins with."""
     word = tl.program_id(0) * BW + tl.arange(0, BW)
     places = (word * 32)[:, None] + tl.arange(0, 32)[None, :]
     if tl.program_id(1) == 0:
-        tl.store(gone + word, word * 0, mask=word < width)
+        tl.store(said + word, tl.zeros((BW,), tl.int64), mask=word < width)
         tl.store(kept + places, tl.full((BW, 32), -1, tl.int64), mask=places < count)
     first = tl.program_id(1) * BM
     if (tl.program_id(0) * BW + BW) * 32 > first // STEP * STEP:
@@ -95,28 +96,42 @@ def _settled(avail, diagonal, BY_BITS: tl.constexpr):
 
 
 @triton.jit
-def _walk(kept, found, bits, gone, order, count, width, WIDE: tl.constexpr, BY_BITS: tl.constexpr):
-    """Writes the kept boxes' indices and their number. gone: the bits of boxes that are suppressed so far."""
-    total = tl.full((), 0, tl.int32)
-    place = tl.arange(0, WORDS)
-    for step in range(tl.cdiv(count, STEP)):
-        row = tl.arange(0, STEP) + step * STEP
-        lines = bits + row.to(tl.int64)[:, None] * width
-        words = place + step * WORDS
-        exists = tl.reshape((row < count).to(tl.int32), (WORDS, 32))
-        avail = tl.sum(exists << tl.arange(0, 32)[None, :], 1) & ~tl.load(gone + words)
-        keep = _settled(avail, tl.load(lines + words[None, :], mask=(row < count)[:, None], other=0), BY_BITS)
-        stays = tl.reshape((keep[:, None] >> tl.arange(0, 32)[None, :]) & 1, (STEP,))
-        to = total + tl.cumsum(stays, 0) - stays
-        tl.store(kept + to, tl.load(order + row, mask=row < count, other=0), mask=stays != 0)
-        total += tl.sum(stays)
-        for start in range(step * WORDS + WORDS, width, WIDE):
-            later = tl.arange(0, WIDE) + start
-            some = tl.load(lines + later[None, :], mask=(stays != 0)[:, None] & (later < width)[None, :], other=0)
-            before = tl.load(gone + later, mask=later < width, other=0)
-            tl.store(gone + later, before | _any(some, BY_BITS), mask=later < width)
-        tl.debug_barrier()  # other threads read `gone` in the next step
-    tl.store(found, total.to(tl.int64))
+def _walk(kept, found, bits, said, order, count, width, BY_BITS: tl.constexpr):
+    """Settles a step of boxes: writes the kept ones' indices, and the last step their number.
+
+    said: for 32 boxes each the bits of those that are kept, and above them one more than the boxes kept up to their
+    step; 0 until they are known. Programs of a GPU start in order, so the steps that one waits for have started.
+    """
+    step = tl.program_id(0)
+    row = tl.arange(0, STEP)
+    words = tl.arange(0, WORDS) + step * WORDS
+    mine = row + step * STEP
+    diagonal = tl.load(
+        bits + mine.to(tl.int64)[:, None] * width + words[None, :], mask=(mine < count)[:, None], other=0
+    )
+    index = tl.load(order + mine, mask=mine < count, other=0)
+    gone = diagonal * 0
+    total = tl.zeros((STEP,), tl.int64)
+    for before in range(step):
+        lines = bits + (row + before * STEP).to(tl.int64)[:, None] * width + words[None, :]
+        some = tl.load(lines)  # on its way while the program waits
+        words_before = said + before * WORDS + row // 32
+        known = tl.load(words_before, volatile=True)
+        while tl.min(known, 0) == 0:
+            known = tl.load(words_before, volatile=True)
+        stays = (known >> (row % 32)) & 1
+        gone |= tl.where((stays != 0)[:, None], some, 0)
+        total = (known >> 32) - 1
+    exists = tl.reshape((mine < count).to(tl.int32), (WORDS, 32))
+    avail = tl.sum(exists << tl.arange(0, 32)[None, :], 1) & ~_any(gone, BY_BITS)
+    keep = _settled(avail, diagonal, BY_BITS)
+    stays = tl.reshape((keep[:, None] >> tl.arange(0, 32)[None, :]) & 1, (STEP,))
+    first = tl.max(total, 0)
+    until = first + tl.sum(stays)
+    tl.store(said + words, (keep.to(tl.int64) & 0xFFFFFFFF) | ((until + 1) << 32))
+    tl.store(kept + first + tl.cumsum(stays, 0) - stays, index, mask=stays != 0)
+    if step == tl.num_programs(0) - 1:
+        tl.store(found, until)
 
 
 def start(
@@ -126,15 +141,14 @@ def start(
     count = boxes.shape[0]
     width = triton.cdiv(count, STEP.value) * WORDS.value
     bits = torch.empty((count, width), dtype=torch.int32, device=boxes.device)
-    gone = torch.empty((width,), dtype=torch.int32, device=boxes.device)
+    said = torch.empty((width,), dtype=torch.int64, device=boxes.device)
     steps = (*boxes.stride(), None if classes is None else classes.stride(0))
     grid = triton.cdiv(width, ACROSS), triton.cdiv(count, ROWS)
     # No fused multiply-adds, so that a pair at the threshold is decided as on a CPU.
     facts: dict[str, Any] = {"BM": ROWS, "BW": ACROSS, "num_warps": 8, "enable_fp_fusion": False}
-    launch(_pairs, grid, bits, gone, kept, boxes, order, classes, steps, count, width, threshold, **facts)
-    wide = min(64, triton.next_power_of_2(max(1, width - WORDS.value)))
-    facts = {"WIDE": wide, "BY_BITS": INTERPRETED, "num_warps": 16 if wide == 64 else 8}
-    launch(_walk, (1,), kept, found, bits, gone, order, count, width, **facts)
+    launch(_pairs, grid, bits, said, kept, boxes, order, classes, steps, count, width, threshold, **facts)
+    facts = {"BY_BITS": INTERPRETED, "num_warps": 4}
+    launch(_walk, (width // WORDS.value,), kept, found, bits, said, order, count, width, **facts)
 
 
 def too_many(boxes: torch.Tensor, *_: Any, **options: Any) -> str | None:

@@ -32,6 +32,23 @@ class Rows(NamedTuple):
     steps: tuple[int, ...]
 
 
+class Units(NamedTuple):
+    """The batches; rows i that follow each other in y, rows j that do in x, or almost; their columns.
+    Steps in x between i, j and columns, in y between j; sizes and steps of batches."""
+
+    batches: int
+    down: int
+    across: int
+    columns: int
+    x_down: int
+    x_across: int
+    step: int
+    y_across: int
+    sizes: tuple[int, ...]
+    x_steps: tuple[int, ...]
+    y_steps: tuple[int, ...]
+
+
 class Squares(NamedTuple):
     """The batches; columns and rows of x; x's steps between both, y's between columns; sizes and steps of batches."""
 
@@ -75,6 +92,23 @@ def _rows(y, x, shape, XVEC: tl.constexpr, YVEC: tl.constexpr, BM: tl.constexpr,
     at = _place(row, shape.sizes, shape.steps, XVEC) + column * shape.step
     moved = tl.load(x + at, mask=inside)
     tl.store(y + row * _times(shape.columns, YVEC) + column, moved, mask=inside)
+
+
+@triton.jit
+def _units(y, x, shape, XVEC: tl.constexpr, YVEC: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr):
+    """Moves BI x BJ short rows, so that both sides have neighbours: BJ rows of x and BI rows of y."""
+    down = tl.cdiv(shape.down, BI)
+    tiles = down * tl.cdiv(shape.across, BJ)
+    tile, batch = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+    i = (tile % down * BI + tl.arange(0, BI)).to(tl.int64)[None, :, None]
+    j = (tile // down * BJ + tl.arange(0, BJ)).to(tl.int64)[:, None, None]
+    c = tl.arange(0, BC)[None, None, :]
+    columns = _times(shape.columns, YVEC)
+    inside = (i < shape.down) & (j < shape.across) & (c < columns)
+    x += _place(batch, shape.sizes, shape.x_steps, XVEC)
+    y += _place(batch, shape.sizes, shape.y_steps, YVEC)
+    at = i * _times(shape.x_down, XVEC) + j * _times(shape.x_across, XVEC) + c * shape.step
+    tl.store(y + (i * columns + j * _times(shape.y_across, YVEC) + c), tl.load(x + at, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -212,8 +246,15 @@ def permute(y: torch.Tensor, x: torch.Tensor, dims: Any) -> None:
     return _move_squares(y, x, found, inner, size)
 
 
+SHORT = 128  # bytes of a row that alone is too short for memory's pages
+
+
 def _move_rows(y: torch.Tensor, x: torch.Tensor, found: Dims, size: int) -> None:
     *outer, (columns, step) = found
+    if columns * size < SHORT and len(outer) > 1:
+        near = min(range(len(outer)), key=lambda d: (outer[d][1] or MOST, -d))
+        if near != len(outer) - 1:
+            return _move_units(y, x, found, near, size)
     steps = tuple(s for _, s in reversed(outer))
     bn = _up(columns, 4096 // size)
     bm = _up(prod([n for n, _ in outer]), max(1, 8192 // size // bn))
@@ -226,6 +267,24 @@ def _move_rows(y: torch.Tensor, x: torch.Tensor, found: Dims, size: int) -> None
         "num_warps": 4,
     }
     launch(_rows, (triton.cdiv(shape.rows, bm) * triton.cdiv(columns, bn),), y, x, shape, **facts)
+
+
+def _move_units(y: torch.Tensor, x: torch.Tensor, found: Dims, near: int, size: int) -> None:
+    """near: the dimension whose rows are closest to each other in x."""
+    room = [prod([n for n, _ in found[d + 1 :]]) for d in range(len(found))]
+    (down, x_down), (across, x_across), (columns, step) = found[-2], found[near], found[-1]
+    batches = [d for d in reversed(range(len(found) - 2)) if d != near]
+    sizes, x_steps = (tuple(found[d][n] for d in batches) for n in (0, 1))
+    y_steps = tuple(room[d] for d in batches)
+    count, bc = prod(sizes), triton.next_power_of_2(columns)
+    bj = _up(across, max(1, 256 // size // bc))
+    bi = _up(down, max(1, 16384 // size // (bc * bj)))
+    if not sizes:
+        sizes, x_steps, y_steps = (1,), (0,), (0,)
+    shape = Units(count, down, across, columns, x_down, x_across, step, room[near], sizes, x_steps, y_steps)
+    facts: dict[str, Any] = {"XVEC": _vec(size, columns, x_down, x_across, *x_steps), "YVEC": _vec(size, columns)}
+    tiles = triton.cdiv(down, bi) * triton.cdiv(across, bj) * count
+    launch(_units, (tiles,), y, x, shape, **facts, BI=bi, BJ=bj, BC=bc, num_warps=4 if bi * bj * bc < 4096 else 8)
 
 
 def _move_squares(y: torch.Tensor, x: torch.Tensor, found: Dims, inner: int, size: int) -> None:

@@ -74,8 +74,10 @@ def _add(y, parts, count, size, DEEP: tl.constexpr, WIDE: tl.constexpr):
 def add_up(y: torch.Tensor, parts: torch.Tensor) -> None:
     """Writes the sum of the rows of parts to y, which is contiguous."""
     count, size = parts.shape
-    wide = min(64, triton.next_power_of_2(size))
-    launch(_add, (ceil(size, wide),), y, parts, count, size, DEEP=1024 // wide, WIDE=wide, num_warps=4)
+    long = count > 64 and size <= 8192  # few programs, which wait for one load after the other
+    wide = min(16 if long else 64, triton.next_power_of_2(size))
+    tile = {"DEEP": (4096 if long else 1024) // wide, "WIDE": wide, "num_warps": 8 if long else 4}
+    launch(_add, (ceil(size, wide),), y, parts, count, size, **tile)
 
 
 def parts_like(x: torch.Tensor, *shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -190,7 +192,8 @@ def sum_tiles(y: torch.Tensor, x: torch.Tensor, dims: tuple[int, ...], keepdim: 
     else:  # rows of the tile that one thread loads
         few = max(1, BA * BR // (32 * warps * pack))
     programs, steps = outer * ceil(A, BA), far * ceil(R, BR)
-    splits = max(1, min(8 * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
+    # As many programs as run at once, by registers: a second round would be nearly empty, and starts cost more.
+    splits = max(1, min(24 // warps * gpu.multiprocessors // programs, steps, (1 << 22) // y.numel()))
     parts = parts_like(x, splits if splits > 1 else 0, y.numel())
     facts = {"BA": BA, "BR": BR, "FEW": min(few, BR), "ROWS": rows, "SPLIT": splits > 1, "RUN": 16, "num_warps": warps}
     line = Line(A, R, steps, y.numel(), x_a, x_r, y_a)

@@ -21,29 +21,36 @@ from ridgeline.ops.rowwise._channels import channels_last, planes
 
 PARTS = 512  # the most parts of a channel
 READ, WRITTEN = 2048, 4096  # numbers of a tile, where they are summed and where results are written
+BROAD = 64  # channels of a row that is written
 WAVES = 16  # programs for each multiprocessor that sum; four run at a time
 
 
 class Shape(NamedTuple):
-    """Images, channels, positions of an image, rows, and chunks of channels."""
+    """Images, channels, positions of an image, rows, and chunks of channels.
+
+    times, shift: a row's image is the upper 32 bits of row times `times`, shifted right; with one image, 0."""
 
     images: int
     channels: int
     size: int
     rows: int
     chunks: int
+    times: int
+    shift: int
 
 
 class Tile(NamedTuple):
     """ROWS rows of WIDTH positions of one channel, or with LAST of WIDTH channels.
 
-    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits."""
+    ALIGNED: all tensors' rows begin at a multiple of it. WIDE: rows are numbered in 64 bits, or each is an image. EVEN:
+    no chunk of channels reaches past the last."""
 
     ROWS: int
     WIDTH: int
     LAST: bool
     ALIGNED: int
     WIDE: bool
+    EVEN: bool
 
 
 class Affine(NamedTuple):
@@ -81,7 +88,10 @@ def _rows(block, end, first, shape, TILE: tl.constexpr):
         row = block * count + tl.arange(0, count)
     image, place = row * 0, row
     if shape.images != 1:
-        image = row // (shape.size // width)
+        if TILE.WIDE:
+            image = row // (shape.size // width)
+        else:
+            image = (tl.umulhi(row.to(tl.uint32), tl.cast(shape.times, tl.uint32)) >> shape.shift).to(tl.int32)
         place = row - image * (shape.size // width)
     c = _channel(first, TILE)
     return image.to(tl.int64), place.to(tl.int64) * width, c, (row < end)[:, None] & (c < shape.channels)[None, :]
@@ -146,10 +156,21 @@ def _part(shape, TILE: tl.constexpr):
 
 
 @triton.jit
-def _read(x, steps, block, end, first, shape, TILE: tl.constexpr):
-    """A tile in float32, 0 where there is none, and which of its numbers exist."""
+def _get(tensor, steps, image, place, first, inside, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """A tile, 0 where there is none. WHOLE: all its rows exist."""
+    at = _at(tensor, steps, image, place, first, TILE)
+    if WHOLE and TILE.EVEN:
+        found = tl.load(at)
+    else:
+        found = tl.load(at, mask=inside, other=0)
+    return found
+
+
+@triton.jit
+def _read(x, steps, block, end, first, shape, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    """A tile in float32, and which of its numbers exist."""
     image, place, _, inside = _rows(block, end, first, shape, TILE)
-    return tl.load(_at(x, steps, image, place, first, TILE), mask=inside, other=0).to(tl.float32), inside
+    return _get(x, steps, image, place, first, inside, WHOLE, TILE).to(tl.float32), inside
 
 
 @triton.jit
@@ -161,18 +182,24 @@ def _statistics(parts, x, steps, shape, TILE: tl.constexpr):
     first, part, several, begin, end = _part(shape, TILE)
     c = _channel(first, TILE)
     each: tl.constexpr = 1 if TILE.LAST else TILE.WIDTH
-    value, inside = _read(x, steps, begin, end, first, shape, TILE)
+    value, inside = _read(x, steps, begin, end, first, shape, False, TILE)
     near = _sum(value, TILE) / tl.maximum(tl.minimum(end - begin * TILE.ROWS, TILE.ROWS) * each, 1).to(tl.float32)
     sums, squares = tl.zeros_like(value), tl.zeros_like(value)
-    for block in range(begin, tl.cdiv(end, TILE.ROWS), 4):
-        value, inside = _read(x, steps, block, end, first, shape, TILE)
-        value1, inside1 = _read(x, steps, block + 1, end, first, shape, TILE)
-        value2, inside2 = _read(x, steps, block + 2, end, first, shape, TILE)
-        value3, inside3 = _read(x, steps, block + 3, end, first, shape, TILE)
-        off, off1 = value - tl.where(inside, near[None, :], 0.0), value1 - tl.where(inside1, near[None, :], 0.0)
-        off2, off3 = value2 - tl.where(inside2, near[None, :], 0.0), value3 - tl.where(inside3, near[None, :], 0.0)
+    whole = begin + tl.maximum(end // TILE.ROWS - begin, 0) // 4 * 4
+    for block in range(begin, whole, 4):
+        value, _inside = _read(x, steps, block, end, first, shape, True, TILE)
+        value1, _inside = _read(x, steps, block + 1, end, first, shape, True, TILE)
+        value2, _inside = _read(x, steps, block + 2, end, first, shape, True, TILE)
+        value3, _inside = _read(x, steps, block + 3, end, first, shape, True, TILE)
+        off, off1 = value - near[None, :], value1 - near[None, :]
+        off2, off3 = value2 - near[None, :], value3 - near[None, :]
         sums += (off + off1) + (off2 + off3)
         squares = off3 * off3 + (off2 * off2 + (off1 * off1 + (off * off + squares)))
+    for block in range(whole, tl.cdiv(end, TILE.ROWS)):
+        value, inside = _read(x, steps, block, end, first, shape, False, TILE)
+        off = value - tl.where(inside, near[None, :], 0.0)
+        sums += off
+        squares = off * off + squares
     count = tl.maximum(end - begin * TILE.ROWS, 0).to(tl.float32) * each
     apart = _sum(sums, TILE) / tl.maximum(count, 1.0)
     around = tl.maximum(_sum(squares, TILE) - apart * apart * count, 0.0)
@@ -212,9 +239,19 @@ def _settle(mean, rstd, running, parts, shape, eps, momentum, COUNT, P: tl.const
 
 
 @triton.jit
+def _written(shape, TILE: tl.constexpr):
+    """A program's chunk of channels and tile. Images come in reverse: L2 still has the last ones from the sums.
+    In channels_last memory that is slower."""
+    block = tl.program_id(0) // shape.chunks
+    if not TILE.LAST:
+        block = tl.num_programs(0) // shape.chunks - 1 - block
+    return tl.program_id(0) % shape.chunks, block
+
+
+@triton.jit
 def _apply(y, x, add, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """y = relu((x - mean) rstd w + b + add), without what is not asked for. steps: of y, x and add."""
-    first, block = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
+    first, block = _written(shape, TILE)
     image, place, c, inside = _rows(block, shape.rows, first, shape, TILE)
     mean, rstd, w, bias = _affine(given, c, shape, RULES)
     value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
@@ -227,11 +264,13 @@ def _apply(y, x, add, given, steps, shape, RULES: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _gradient(dy, y, steps, image, place, first, inside, RULES: tl.constexpr, TILE: tl.constexpr):
+def _gradient(
+    dy, y, steps, image, place, first, inside, RULES: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr = False
+):  # fmt: skip
     """dy, or 0 where relu cut y off."""
-    g = tl.load(_at(dy, steps[0], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
+    g = _get(dy, steps[0], image, place, first, inside, WHOLE, TILE).to(tl.float32)
     if RULES.RELU:
-        kept = tl.load(_at(y, steps[2], image, place, first, TILE), mask=inside, other=0)
+        kept = _get(y, steps[2], image, place, first, inside, WHOLE, TILE)
         g = tl.where(kept <= 0, 0.0, g)  # as torch: NaN passes
     return g
 
@@ -263,16 +302,23 @@ def _sums(parts, to, dy, x, y, given, steps, shape, RULES: tl.constexpr, TILE: t
     image, place, _, inside = _rows(begin, end, first, shape, TILE)
     of_g = tl.zeros(_at(x, steps[1], image, place, first, TILE).shape, tl.float32)
     of_product = of_g
-    for block in range(begin, tl.cdiv(end, TILE.ROWS), 2):
-        image, place, _, inside = _rows(block, end, first, shape, TILE)
-        image1, place1, _, inside1 = _rows(block + 1, end, first, shape, TILE)
-        value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0)
-        value1 = tl.load(_at(x, steps[1], image1, place1, first, TILE), mask=inside1, other=0)
-        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
-        g1 = _gradient(dy, y, steps, image1, place1, first, inside1, RULES, TILE)
+    whole = begin + tl.maximum(end // TILE.ROWS - begin, 0) // 2 * 2
+    for block in range(begin, whole, 2):
+        image, place, _c, inside = _rows(block, end, first, shape, TILE)
+        image1, place1, _c, inside1 = _rows(block + 1, end, first, shape, TILE)
+        value = _get(x, steps[1], image, place, first, inside, True, TILE)
+        value1 = _get(x, steps[1], image1, place1, first, inside1, True, TILE)
+        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE, True)
+        g1 = _gradient(dy, y, steps, image1, place1, first, inside1, RULES, TILE, True)
         of_g += g + g1
         off, off1 = value.to(tl.float32) - mean[None, :], value1.to(tl.float32) - mean[None, :]
         of_product = g1 * off1 + (g * off + of_product)
+    for block in range(whole, tl.cdiv(end, TILE.ROWS)):
+        image, place, _c, inside = _rows(block, end, first, shape, TILE)
+        value = _get(x, steps[1], image, place, first, inside, False, TILE)
+        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
+        of_g += g
+        of_product = g * (value.to(tl.float32) - mean[None, :]) + of_product
     g, product = _sum(of_g, TILE), _sum(of_product, TILE) * rstd
     at, known = part * shape.channels + c, c < shape.channels
     tl.store(parts + at, g, mask=known)
@@ -305,7 +351,7 @@ class Gradients(NamedTuple):
 @triton.jit
 def _spread(dy, to, x, y, sums, given, steps, shape, RULES: tl.constexpr, TILE: tl.constexpr):
     """dx = rstd w (g - mean(g) - xh mean(g xh)), or rstd w g if EVAL; dadd = g. steps: of dy, x, y, dx and dadd."""
-    first, block = tl.program_id(0) % shape.chunks, tl.program_id(0) // shape.chunks
+    first, block = _written(shape, TILE)
     image, place, c, inside = _rows(block, shape.rows, first, shape, TILE)
     g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
     if to.dadd is not None:
@@ -345,6 +391,13 @@ def _aligned(x: torch.Tensor, last: bool, tensors: tuple[torch.Tensor, ...]) -> 
     return width
 
 
+def _divided(by: int) -> tuple[int, int]:
+    """Returns what divides a number of 31 bits by one above 1: the upper 32 bits of its product with the first, shifted
+    right by the second. Source: Granlund and Montgomery, 1994."""
+    bits = max(1, (by - 1).bit_length())
+    return min((1 << 31 + bits) // by + 1, (1 << 32) - 1), bits - 1
+
+
 def plan(x: torch.Tensor, *others: Any) -> Plan:
     """x: (images, channels, positions). others: tensors of its shape that are read or written with it, or None."""
     B, C, S = x.shape
@@ -353,15 +406,19 @@ def plan(x: torch.Tensor, *others: Any) -> Plan:
     aligned = _aligned(x, last, tensors)
     if last and all(t.stride(0) == S * t.stride(2) for t in tensors):
         B, S = 1, B * S  # positions of all images follow each other
-    width = min(triton.next_power_of_2(C), 64) if last else aligned
+    width, broad = (min(triton.next_power_of_2(C), most) if last else aligned for most in (64, BROAD))
     chunks, rows = triton.cdiv(C, width) if last else C, B * S // (1 if last else width)
     gpu = device.of(x)
     sizes = (READ, WRITTEN) if gpu.backend != "cpu" else (256, 512)  # the interpreter adds rows up one by one
-    wide = max(rows + (PARTS + 4) * max(sizes), S) >= 2**31
-    read, written = [Tile(max(1, n // width), width, last, aligned, wide) for n in sizes]
+    each = 1 if last else width
+    wide = max(rows + (PARTS + 4) * max(sizes), S) >= 2**31 or S == each
+    read, written = [
+        Tile(max(1, n // across), across, last, aligned, wide, not last or C % across == 0)
+        for n, across in zip(sizes, (width, broad), strict=True)
+    ]
     most = WAVES * gpu.multiprocessors // max(1, chunks)
     parts = max(1, min(triton.cdiv(rows, 4 * read.ROWS), most, PARTS))
-    return Plan(Shape(B, C, S, rows, chunks), read, written, parts, 256 // gpu.warp)
+    return Plan(Shape(B, C, S, rows, chunks, *_divided(S // each)), read, written, parts, 256 // gpu.warp)
 
 
 def _sum_by_parts(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
@@ -370,8 +427,9 @@ def _sum_by_parts(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
 
 
 def _pass(plan: Plan, kernel: Any, *args: Any, **facts: Any) -> None:
-    grid = (plan.shape.chunks * triton.cdiv(plan.shape.rows, plan.written.ROWS),)
-    launch(kernel, grid, *args, plan.shape, TILE=plan.written, num_warps=plan.warps, **facts)
+    chunks = triton.cdiv(plan.shape.channels, plan.written.WIDTH) if plan.written.LAST else plan.shape.channels
+    grid = (chunks * triton.cdiv(plan.shape.rows, plan.written.ROWS),)
+    launch(kernel, grid, *args, plan.shape._replace(chunks=chunks), TILE=plan.written, num_warps=plan.warps, **facts)
 
 
 def _merging(plan: Plan) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any
 
 KINDS = ("products", "attention", "norms", "loss", "optimizer", "elementwise", "rest")
 # The kind of an op of Ridgeline's, by its family; rowwise and pointwise ones are told apart by name.
-FAMILIES = {"attention": "attention", "loss": "loss", "matmul": "products", "optimizer": "optimizer"}
+FAMILIES = {
+    "attention": "attention", "experts": "products", "loss": "loss", "matmul": "products", "optimizer": "optimizer",
+}  # fmt: skip
 # (kind, pattern of the owners' path, pattern of the kernel's name): the first rule whose patterns both match decides.
 # Products come before the loss, since the last layer's product is one whoever starts it; the optimizer comes first.
 RULES = tuple(
@@ -52,7 +54,7 @@ def _own(op: str, name: str) -> str:
 
     if op == "linear_cross_entropy" and re.search(r"gemm|nvjet|cutlass|matmul|product", name, re.IGNORECASE):
         return "products"
-    if op.startswith("gated_linear") and name in ("_gate", "_ungate"):
+    if op == "topk_gate" or (op.startswith("gated_linear") and name in ("_gate", "_ungate")):
         return "elementwise"
     module = max((m for m in op_modules().items() if op.startswith(m[0])), key=lambda m: len(m[0]), default=None)
     family = module[1].split(".")[2] if module else ""

@@ -3,6 +3,7 @@
 There is one module per package. It has `PACKAGE` (the name to import), `INSTALL` (the name for pip), `KIND` (as in
 `Implementation`) and `PEERS`: {op: function of the op's public arguments}. The function imports the package when it is
 called. In its place may stand {name: function}, since a package, or PyTorch itself, may have several kernels for an op.
+`FORWARD_ALONE`, if it is there, names the ops for which the package has no backward.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def of(op: Op) -> list[tuple[Peer, str | None]]:
             missing = f"the package {module.PACKAGE} is not installed (pip install {module.INSTALL})"
             functions = module.PEERS[op.name]
             for name, function in (functions if isinstance(functions, dict) else {path.stem: functions}).items():
-                peer = Peer(op, name, f"{name}'s own kernel", module.KIND, function)
+                alone = op.name in getattr(module, "FORWARD_ALONE", ())
+                peer = Peer(op, name, f"{name}'s own kernel", module.KIND, function, differentiable=not alone)
                 found.append((peer, None if _installed(module.PACKAGE) else missing))
     return found
 

@@ -1,4 +1,4 @@
-"""Liger: Triton kernels for training, along the last dimension.
+"""Liger: Triton kernels for training, along the last dimension, and its experts.
 
 Some backwards overwrite the saved tensors.
 """
@@ -88,6 +88,19 @@ def _linear_cross_entropy(
     return loss.view(target.shape) if reduction == "none" else loss
 
 
+def _moe(
+    x: torch.Tensor, weights: torch.Tensor, indices: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, *,
+    activation: str = "silu", **others: Any
+) -> torch.Tensor:  # fmt: skip
+    """Returns Liger's experts. It searches configurations when a layer's sizes come first, and waits for the GPU."""
+    import torch
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    if activation != "silu" or any([option is not None and option is not False for option in others.values()]):
+        raise RidgelineError("Liger's experts are timed with silu, without biases, limits and scales")
+    return LigerFusedMoEFunction.apply(x, gate_up, down, indices.to(torch.int32), weights)
+
+
 PEERS = {
     "softmax": _softmax,
     "rms_norm": _rms_norm,
@@ -96,4 +109,5 @@ PEERS = {
     "silu_mul": _silu_mul,
     "gelu_mul": _gelu_mul,
     "linear_cross_entropy": _linear_cross_entropy,
+    "moe": _moe,
 }

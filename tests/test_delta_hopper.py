@@ -1,0 +1,117 @@
+"""The delta rule's Gluon kernels for Hopper: which calls they serve, and on a GPU their results and bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from ridgeline import boundary, tuning
+from ridgeline import device as devices
+from ridgeline.ops.recurrent import _delta_chunks, _delta_hopper
+
+pytestmark = pytest.mark.kernels
+FACTOR = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
+
+
+def started(card: str, dtype: torch.dtype = torch.bfloat16, D: int = 128, gate: int = 1, step: int = 0) -> set[str]:
+    """The names of the kernels of a backward pass on that card; rows of v are `step` elements longer than D."""
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    q, k, do, dq, dk, dv = (empty(8, 4096, 16, D) for _ in range(6))
+    v = empty(8, 4096, 16, D + step)[..., :D]
+    g, beta = empty(8, 4096, 16, *([D] if gate == 2 else [])), empty(8, 4096, 16)
+    dg, dbeta = (empty(*t.shape, kind=torch.float32) for t in (g, beta))
+    seen: list[boundary.Launch] = []
+    with devices.pretend(card), boundary.observe(seen.append):
+        made = dq, dk, dv, dg, dbeta, None, None, None
+        _delta_chunks.delta_bwd(*made, do, None, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
+    return {launch.kernel.__name__ for launch in seen}
+
+
+def test_calls_that_they_serve() -> None:
+    """Half precision with 128 channels and columns, a gate per head, and rows that TMA takes, on Hopper."""
+    ours = {"pairs_by_token", "walk_chunks", "chunk_gradients"}
+    half = {"pairs_by_token", "walk_chunks", "gradients_by_token"}
+    for card in ("h100", "h200"):
+        assert started(card) == ours
+    assert started("h200", torch.float16) == half
+    assert started("h200", step=8) == ours
+    others = {"pairs_by_token", "chain_states", "chain_gradients", "gradients_by_token"}
+    assert started("h200", step=4) == others
+    assert started("h200", torch.float32) == others
+    assert started("h200", D=64) == others
+    assert started("b200") == others
+    assert not started("h200", gate=2) & ours
+
+
+CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    "whole chunks": ((2, 512, 2, 2), {}),
+    "tokens left over, states": ((1, 500, 2, 2), {"states": True}),
+    "heads that share q and k": ((1, 200, 2, 4), {"states": True}),
+    "packed": ((1, 500, 2, 2), {"ends": [0, 0, 150, 150, 151, 500], "states": True}),
+    "segments": ((1, 500, 2, 2), {"states": True, "span": 2}),
+    "packed segments": ((1, 500, 1, 2), {"ends": [0, 0, 300, 300, 301, 500], "span": 2}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", FACTOR)
+def test_results_and_bits(case: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits."""
+    (B, T, H, HV), given = CASES[case]
+    dice = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=dice)
+
+    monkeypatch.setattr(tuning, "version", -40 - list(CASES).index(case))
+    monkeypatch.setattr(_delta_chunks, "span", lambda *_: given.get("span", 0))
+    ends = given.get("ends")
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
+    N = B if ends is None else len(ends) - 1
+    gates = torch.nn.functional.logsigmoid(normal(B, T, HV) + 3)
+    args = [normal(B, T, H, 128), normal(B, T, H, 128), normal(B, T, HV, 128), gates, 2 * normal(B, T, HV).sigmoid()]
+    state = normal(N, HV, 128, 128) if given.get("states") else None
+    incoming = normal(B, T, HV, 128).to(dtype)
+
+    def run(impl: str, kind: torch.dtype) -> list[torch.Tensor]:
+        leaves = [a.to(dtype).to(kind).requires_grad_() for a in args]
+        first = None if state is None else state.to(torch.promote_types(kind, torch.float32)).requires_grad_()
+        o = ridgeline.gated_delta_rule(
+            *leaves, normalize=True, impl=impl, initial_state=first, cu_seqlens=cu_seqlens, return_state=True
+        )
+        wanted = leaves if first is None else [*leaves, first]
+        grads = torch.autograd.grad([o[0], o[1]], wanted, [incoming.to(kind), torch.ones_like(o[1])])
+        return [o[0].detach(), o[1].detach(), *grads]
+
+    found = run("triton", dtype)
+    assert all(torch.equal(a, b) for a, b in zip(found, run("triton", dtype), strict=True))
+    for n, (one, other) in enumerate(zip(found, run("naive", torch.float64), strict=True)):
+        assert one.isfinite().all(), n
+        error = (one.double() - other).norm() / other.norm()
+        assert error < FACTOR[dtype], f"result {n} is off by {error:.2e}"
+
+
+@pytest.mark.gpu
+def test_near_the_other_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that serve every other call give the same numbers but for a rounding."""
+    dice = torch.Generator(device).manual_seed(0)
+    args = [torch.randn(2, 300, 2, 128, device=device, generator=dice).half() for _ in range(3)]
+    args += [-torch.rand(2, 300, 2, device=device, generator=dice) / 8, torch.rand(2, 300, 2, device=device)]
+
+    def run() -> list[torch.Tensor]:
+        leaves = [a.clone().requires_grad_() for a in args]
+        o: Any = ridgeline.gated_delta_rule(*leaves, normalize=True, impl="triton")
+        return [o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))]
+
+    ours = run()
+    monkeypatch.setattr(tuning, "version", -50)
+    monkeypatch.setattr(_delta_hopper, "serves", lambda call: False)
+    for one, other in zip(ours, run(), strict=True):
+        assert (one.double() - other.double()).norm() < 1e-3 * other.double().norm()
