@@ -63,7 +63,14 @@ def bands(dice: random.Random, rows: int, columns: int) -> tuple[int, int]:
 
 
 def exact_partial(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: list[int] | None, left: int, right: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu: list[int] | None,
+    left: int,
+    right: int,
+    scale: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns o and lse in float64 where query i sees the keys i - left to i + right, of its own sequence if packed."""
     q, k, v = [t.double() for t in (q, k, v)]
@@ -73,7 +80,7 @@ def exact_partial(
     if cu is not None:
         which = torch.searchsorted(torch.tensor(cu, device=q.device), torch.arange(cu[-1], device=q.device), right=True)
         seen &= which == which[:, None]
-    s = (q @ k.repeat_interleave(group, 1).mT * scale).masked_fill(~seen, -torch.inf)
+    s = soft_capped(q @ k.repeat_interleave(group, 1).mT * scale, softcap).masked_fill(~seen, -torch.inf)
     lse = s.logsumexp(-1)
     p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
     return p @ v.repeat_interleave(group, 1), lse

@@ -150,7 +150,7 @@ def calls(dice: random.Random) -> tuple[tuple[int, ...], dict[str, Any]]:
     if given["causal"] and "window" not in given and dice.random() < 0.5:
         given["prefix"] = dice.randint(1, columns + 70)
     if dice.random() < 0.4:
-        given["softcap"] = dice.choice((0.7, 20.0))
+        given["softcap"] = dice.choice((0.7, 2.0))
     return (dice.choice((1, 2)), dice.choice((1, 2)), dice.choice((1, 1, 2, 4)), rows, columns, D), given
 
 
@@ -196,7 +196,8 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
     get("attention_varlen")  # loads the torch ops
     for n in range(6):
         packed = n % 3 == 2
-        (B, kv, group, rows, columns, D), _ = calls(dice)
+        (B, kv, group, rows, columns, D), given = calls(dice)
+        softcap = given.get("softcap", 0.0)
         B, columns = (1, rows) if packed else (B, columns)
         left, right = bands(dice, rows, columns)
         cu = sorted([0, *[dice.randint(0, rows) for _ in range(dice.randint(0, 4))], rows]) if packed else [0, rows]
@@ -204,7 +205,7 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
         q, do = (torch.randn(B, kv * group, rows, D).to(dtype) for _ in range(2))
         k, v = (torch.randn(B, kv, columns, D).to(dtype) for _ in range(2))
         exact = [t.double().requires_grad_() for t in (q, k, v)]
-        o, lse = exact_partial(*exact, cu if packed else None, left, right, D**-0.5)
+        o, lse = exact_partial(*exact, cu if packed else None, left, right, D**-0.5, softcap)
         # As if other keys, with values of 0.5, took a part of each row.
         more = torch.logaddexp(
             lse, torch.randn(lse.shape).double().masked_fill(torch.rand(lse.shape) < 0.2, -torch.inf)
@@ -222,7 +223,7 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
         entire = pieces if split == 1 else dice.randint(0, pieces - 1)
         monkeypatch.setattr(backward_launcher, "split_work", lambda *_, shared=(entire, split): shared)
         ends = torch.tensor(cu, dtype=torch.int32) if packed else None
-        options = ends, D**-0.5, 0.0, left, right, "ieee", "gluon"
+        options = ends, D**-0.5, softcap, left, right, "ieee", "gluon"
         with device.pretend("sm_90"), observe(launched.append):
             found = torch.ops.ridgeline.attention_partial_bwd(do, None, q, k, v, merged.float(), more.float(), *options)
         (launch,) = [one for one in launched if one.kernel.__name__.startswith("_bwd")]
@@ -255,7 +256,8 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
         for row, end, number in blocks:
             mine = parts.view(B, kv * group, tiles, 64, D)[:, :, number, : end - row]
             found[0][:, :, row:end] = mine
-        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {dtype} {few} programs, {section} {down=} {split=}"
+        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {softcap=} {dtype}"
+        said += f" {few} programs, {section} {down=} {split=}"
         for name, one, other in zip("qkv", found, expected, strict=True):
             assert one.dtype == torch.float32
             assert not one.any() or (one != one.to(dtype)).any(), f"{said}: d{name} was rounded"
@@ -267,7 +269,9 @@ def test_partial_gradients_of_random_calls(seed: int, monkeypatch: pytest.Monkey
 def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks dq, dk and dv of calls of all kinds, deterministic and not, with several programs at a time.
 
-    Pieces of the first call are in parts by heads of queries, in one turn of heads or in several."""
+    Pieces of the first call are in parts by heads of queries, in one turn of heads or in several. The next two have a
+    softcap, whose slope reaches dS in ways of their own at D 256 and D 128, and few keys, so that gradients are large.
+    """
     dice = random.Random(seed)
     torch.manual_seed(seed)
     for n in range(5):
@@ -278,6 +282,9 @@ def test_gradients_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -
                 dice.choice((64, 72, 128)),
                 {"causal": dice.choice((True, "bottom_right"))},
             )
+        if n in (1, 2):
+            D, rows, columns = (256, 128)[n - 1], dice.randint(65, 190), dice.randint(20, 100)
+            given["softcap"] = dice.choice((0.7, 2.0))
         dtype, deterministic = dice.choice((torch.bfloat16, torch.float16)), dice.random() < 0.5
         q, do = (torch.randn(B, kv * group, rows, D).to(dtype) for _ in range(2))
         k, v = (torch.randn(B, kv, columns, D).to(dtype) for _ in range(2))
@@ -386,6 +393,15 @@ class Piece(SimpleNamespace):
 def python(jitted: Any) -> Any:
     gl = SimpleNamespace(cdiv=triton.cdiv, minimum=min, maximum=max, where=lambda c, x, y: x if c else y)
     return FunctionType(jitted.fn.__code__, {"gl": gl, "ROWS": 64, "Work": Piece})
+
+
+def test_a_packed_sequence_keeps_the_numbers_of_its_call() -> None:
+    """All but its blocks of queries, keys and shift; kernels read the call's own scale and softcap, so values agree."""
+    sizes, scale = backward_work.Sizes(*range(11)), backward_work.Scale(11, 12, 13)
+    call = SimpleNamespace(**sizes._asdict(), **scale._asdict(), RULES="rules", PACKED=True, SPAN=64, SPLIT=False)
+    names = {"Sizes": backward_work.Sizes, "Scale": backward_work.Scale, "WorkScheduler": lambda *given: given}
+    found = FunctionType(backward_work.WorkScheduler.of_sequence.fn.__code__, names)(call, 20, 21, 22)
+    assert found == (sizes._replace(tiles=20, columns=21, shift=22), scale, "rules", True, 64, False)
 
 
 def test_pieces_of_backward_on_hopper() -> None:

@@ -37,6 +37,7 @@ from ridgeline.ops.attention.hopper import (
     scheduler,
     softmax,
 )
+from ridgeline.select import select
 from ridgeline.tiles import warpgroup
 from test_kernels import OWN
 from test_matmul import said_of
@@ -238,7 +239,8 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
     torch.manual_seed(seed)
     for n in range(8):
         packed = n % 3 == 2
-        (B, kv, group, rows, columns, D), _ = calls(dice)
+        (B, kv, group, rows, columns, D), given = calls(dice)
+        softcap = given.get("softcap", 0.0)
         B = 1 if packed else B
         columns = rows if packed else columns
         left, right = bands(dice, rows, columns)
@@ -252,7 +254,7 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
         launched: list[Launch] = []
         get("attention_varlen")  # loads the torch ops
         with device.pretend("sm_90"), observe(launched.append):
-            options = ends, D**-0.5, 0.0, left, right, "ieee", "gluon"
+            options = ends, D**-0.5, softcap, left, right, "ieee", "gluon"
             o, lse = torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
         (launch,) = [one for one in launched if one.kernel is forward._fwd]
         assert launch.constants["RULES"].FLOAT == D
@@ -263,12 +265,34 @@ def test_partial_results_of_random_calls(seed: int, monkeypatch: pytest.MonkeyPa
         launch = Launch(launch.kernel, (programs,), tuple(args), launch.constants, launch.device)
         for program in range(programs):
             Kernel(launch, program, dice).run()
-        wanted, sums = exact_partial(q, k, v, cu if packed else None, left, right, D**-0.5)
-        said = f"{tuple(q.shape)} {columns} {left} {right} {cu} {groups} groups, {programs} programs, {dtype}"
+        wanted, sums = exact_partial(q, k, v, cu if packed else None, left, right, D**-0.5, softcap)
+        said = (
+            f"{tuple(q.shape)} {columns} {left} {right} {cu} {softcap=} {groups} groups, {programs} programs, {dtype}"
+        )
         assert o.dtype == torch.float32
         assert left + right == 0 or (o != o.to(dtype)).any() or not o.any(), f"{said}: o was rounded"
         torch.testing.assert_close(o.double(), wanted, atol=2e-2, rtol=2e-2, msg=lambda m, w=said: f"{w}: {m}")
         torch.testing.assert_close(lse.double(), sums, atol=1e-4, rtol=1e-4, msg=lambda m, w=said: f"{w}: lse: {m}")
+
+
+def test_a_large_softcap_is_left_to_triton() -> None:
+    """The rounding of Hopper's tanh, times such a cap, would show; `gluon` says so in a sentence."""
+    op = get("attention")
+    q = torch.empty(1, 2, 256, 64, dtype=torch.bfloat16, device="meta")
+    lse = torch.empty(1, 2, 256, device="meta")
+
+    def serving(softcap: float) -> set[str]:
+        rest = None, None, None, None, 0.125, softcap, UNBOUNDED, UNBOUNDED, False, 0, 0, 0, "ieee"
+        back = select(op, None, q, None, q, q, q, q, lse, *rest, True, direction="bwd", kernels=True)
+        return {select(op, None, q, q, q, *rest, kernels=True).name, back.name}
+
+    with device.pretend("sm_90"):
+        assert serving(0.0) == serving(1000.0) == {"gluon"}
+        assert serving(1e5) == {"triton"}
+        ridgeline.attention(q, q, q, softcap=1000.0, impl="gluon")
+        with pytest.raises(ridgeline.RidgelineError, match="softcap of at most 1000") as said:
+            ridgeline.attention(q, q, q, softcap=1e5, impl="gluon")
+        assert "\n" not in str(said.value)
 
 
 def test_windows_that_three_groups_serve() -> None:

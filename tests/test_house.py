@@ -303,7 +303,7 @@ def test_op_files_are_short() -> None:
 
 
 COLUMNS = 120
-# Ruff holds Python to the same width.
+# Ruff holds Python to the same width, but for pragmas.
 WRITTEN = [
     path
     for folder in ("src", "docs", "examples", "tests")

@@ -283,7 +283,7 @@ if triton.__version__ == "3.6.0":
         ("reduce_sum", "triton", "_fwd", "gfx942"): (136, "rows of 33x129 single bytes"),
     }
 if triton.__version__ == "3.9.0":
-    wide = "D 200 and 256, which are Gluon's there: a mask, a cap or the rung by name come here"
+    wide = "D 200 and 256, which are Gluon's there: a mask or the rung by name comes here"
     SPILLS |= {
         ("attention", "triton", "_fwd", "sm_90"): (152, wide),
         ("attention", "triton", "_bwd_dq", "sm_90"): (104, wide),

@@ -5,6 +5,7 @@ exact.
 import pytest
 import torch
 
+from attention_calls import DTYPES
 from ridgeline import dequantize, fp8_matmul, int8_matmul, quantize_fp8, quantize_int8
 from ridgeline.op import RidgelineError, registry
 
@@ -77,15 +78,18 @@ SPECIAL = {
     "tiny": [1e-45, -3e-42, 1e-38],
     "infinite": [1.0, float("inf"), -2.0],
     "NaN": [1.0, float("nan"), -2.0],
+    "tiny in float16": [6e-8, -1.2e-7, 3e-5],
     "huge": [3e38, -3.4e38, 1.0],
+    "huge in float16": [65504.0, -6e4, 1.0],
     "one sign": [5.0, 6.0, 7.0],
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SPECIAL)
-def test_special_numbers(name: str, device: str) -> None:
+def test_special_numbers(name: str, dtype: torch.dtype, device: str) -> None:
     """Codes and scales equal the reference's; a group with infinity or NaN comes back as NaN and affects no other."""
-    x = torch.randn(4, 300, device=device)
+    x = torch.randn(4, 300, device=device).to(dtype)
     x[1] = torch.tensor(SPECIAL[name], device=device).repeat(100)
     made = [both("quantize_int8", x, **options) for options in INT8] + [
         both("quantize_fp8", x, block=block) for block in BLOCKS
@@ -93,7 +97,7 @@ def test_special_numbers(name: str, device: str) -> None:
     for found in made:
         back = dequantize(found, impl="triton")
         torch.testing.assert_close(back, registry()["dequantize"].reference(*found), equal_nan=True, rtol=0, atol=0)
-        if name in ("infinite", "NaN"):
+        if not x[1].isfinite().all():
             assert back[1].isnan().all()
         if found[1].dim() and found[1].shape[0] == 4:
             assert back[[0, 2, 3]].isfinite().all()
@@ -114,13 +118,17 @@ def test_how_far_off_codes_are(dtype: torch.dtype, device: str) -> None:
         assert (off <= torch.maximum(x.float().abs() / 16, scale.max() * 2.0**-10) * 1.00001).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["transposed", "every second", "offset", "expanded"])
-def test_layouts_of_every_group(layout: str, device: str) -> None:
+def test_layouts_of_every_group(layout: str, dtype: torch.dtype, device: str) -> None:
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
     x = {
-        "transposed": lambda: torch.randn(140, 130, device=device).mT,
-        "every second": lambda: torch.randn(130, 280, device=device)[:, ::2],
-        "offset": lambda: torch.randn(130 * 140 + 1, device=device)[1:].view(130, 140),
-        "expanded": lambda: torch.randn(130, 1, device=device).expand(130, 140),
+        "transposed": lambda: numbers(140, 130).mT,
+        "every second": lambda: numbers(130, 280)[:, ::2],
+        "offset": lambda: numbers(130 * 140 + 1)[1:].view(130, 140),
+        "expanded": lambda: numbers(130, 1).expand(130, 140),
     }[layout]()
     for options in INT8:
         same(

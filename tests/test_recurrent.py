@@ -15,7 +15,7 @@ import ridgeline.device
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import get
-from ridgeline.ops.recurrent import _causal_product, _channel_chunks, _chunks, _head_chunks, ssd
+from ridgeline.ops.recurrent import _calls, _causal_product, _channel_chunks, _chunks, _head_chunks, ssd
 from ridgeline.select import select, why_not
 
 pytestmark = pytest.mark.kernels
@@ -465,6 +465,21 @@ def test_all_pairs_of_tokens_have_a_bound() -> None:
     """The tolerance of long calls comes from the recurrence, since all pairs would not fit in memory."""
     args, _ = get("ssd").case("8x4096x64x64, 1 group of 128").make("bfloat16", "meta")
     assert "pairs of tokens" in str(why_not(get("ssd").implementations["torch"], *args))
+
+
+def test_which_parts_of_gradients_are_bfloat16() -> None:
+    """Those of bfloat16 data from eight value heads a head on; a head alone needs no parts."""
+    half = torch.bfloat16
+    for shared, heads, dtype, wanted in (
+        (1, 8, half, half), (1, 64, half, half), (2, 16, half, half), (1, 7, half, torch.float32),
+        (2, 14, half, torch.float32), (4, 8, half, torch.float32), (1, 64, torch.float16, torch.float32),
+        (1, 64, torch.float32, torch.float32),
+    ):  # fmt: skip
+        grad = torch.empty(2, 5, shared, 16, dtype=dtype, device="meta")
+        parts = _calls.parts_of(grad, heads, dtype)
+        assert (parts.shape, parts.dtype) == ((2, 5, heads, 16), wanted), (shared, heads, dtype)
+        assert _calls.parts_of(grad, heads).dtype == torch.float32  # no dtype given
+        assert _calls.parts_of(grad, shared, dtype) is grad
 
 
 def test_what_all_chunks_side_by_side_refuse(device: str) -> None:

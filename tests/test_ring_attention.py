@@ -301,6 +301,7 @@ def test_partial_calls_of_every_shape(impl: str, D: int, dtype: torch.dtype) -> 
         rows, columns = [dice.choice((1, 64, 128)) * dice.randint(1, 12) for _ in range(2)]
         B, columns = (1, rows) if packed else (B, columns)
         left, right = bands(dice, rows, columns)
+        softcap = dice.choice((0.0, 0.7, 20.0))
         cu = sorted([0, *[dice.randint(0, rows) for _ in range(dice.randint(0, 4))], rows])
         # A piece of a longer row, as the ring cuts it.
         q, do = [torch.randn(B, kv * group, 2 * rows, D, device="cuda").to(dtype)[:, :, rows:] for _ in range(2)]
@@ -308,13 +309,13 @@ def test_partial_calls_of_every_shape(impl: str, D: int, dtype: torch.dtype) -> 
         if why_not(get("attention").implementations[impl], q, k, v):
             pytest.skip(f"{impl} does not take D {D} here")
         wide = [t.double().requires_grad_() for t in (q, k, v)]
-        o, lse = exact_partial(*wide, cu if packed else None, left, right, D**-0.5)
+        o, lse = exact_partial(*wide, cu if packed else None, left, right, D**-0.5, softcap)
         more = torch.logaddexp(lse, torch.randn_like(lse).masked_fill(torch.rand_like(lse) < 0.2, -torch.inf))
         share = (lse - more).exp().nan_to_num(0.0)[..., None]
         merged = o * share + 0.5 * (1 - share).masked_fill((more == -torch.inf)[..., None], 0)
         grads = torch.autograd.grad(merged, wide, do.double())
         ends = torch.tensor(cu, dtype=torch.int32, device="cuda") if packed else None
-        options = ends, D**-0.5, 0.0, left, right, "ieee", impl
+        options = ends, D**-0.5, softcap, left, right, "ieee", impl
         made = torch.ops.ridgeline.attention_partial_fwd(q, k, v, *options)
         given = do, None, q, k, v, merged.detach().float(), more.detach().float()
         made += torch.ops.ridgeline.attention_partial_bwd(*given, *options)
@@ -326,7 +327,7 @@ def test_partial_calls_of_every_shape(impl: str, D: int, dtype: torch.dtype) -> 
         for name, one, other in zip(("o", "dq", "dk", "dv"), (made[0], *made[2:]), (o, *grads), strict=True):
             error = float((one.double() - other).norm() / (other.norm() + 1e-2 * math.sqrt(other.numel())))
             assert one.dtype == torch.float32
-            assert error < least, f"{name} {tuple(q.shape)} of {columns}, {left=} {right=} {cu=}: {error}"
+            assert error < least, f"{name} {tuple(q.shape)} of {columns}, {left=} {right=} {softcap=} {cu=}: {error}"
 
 
 def ring_on_one(
