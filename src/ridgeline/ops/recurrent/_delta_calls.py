@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ridgeline.op import Cost, Op, nbytes
+from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._calls import (
     Engine,
     Found,
@@ -20,7 +21,7 @@ from ridgeline.ops.recurrent._calls import (
     stepped,
     unrolled,
 )
-from ridgeline.ops.recurrent._delta_chunks import delta_bwd, delta_fwd
+from ridgeline.ops.recurrent._delta_chunks import DeltaCall, delta_bwd, delta_fwd
 from ridgeline.select import eager
 
 Maybe = torch.Tensor | None
@@ -121,7 +122,17 @@ def delta_flops(name: str) -> dict[str, Any]:
     }
 
 
+def _start(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    """Chunks, or a decoder's step."""
+    call = DeltaCall(*inputs)
+    if call.q.shape[1] == 1 and call.ends is None:
+        token = _step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
+        _step.start(o, last, token, call.first, call.scale)
+    else:
+        delta_fwd(o, last, *inputs)
+
+
 DELTA_KERNEL: dict[str, Any] = {
-    "kind": "triton", "fwd": delta_fwd, "bwd": delta_bwd, "supports": refusal, "served": True, "gain": 2.0,
+    "kind": "triton", "fwd": _start, "bwd": delta_bwd, "supports": refusal, "served": True, "gain": 2.0,
 }  # fmt: skip
 DELTA_IDEA = "chunks solved by halves, states in registers; each chunk's gradients from the states around it"

@@ -11,7 +11,6 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _delta_hopper as hopper
-from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._at_once import gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
@@ -341,10 +340,6 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
 
 def delta_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     call = DeltaCall(*inputs)
-    if call.q.shape[1] == 1 and call.ends is None:
-        token = _step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
-        _step.start(o, last, token, call.first, call.scale)
-        return
     plan, _ = prepare(call, tiles_of(call, False))
     chain(plan, call, o, ChunkStates(call.first, last, None, None, None, None, *_segments(plan, call)))
 
