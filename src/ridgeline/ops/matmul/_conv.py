@@ -292,7 +292,7 @@ def _start(
         sizes = [str(min(1 << 20, triton.next_power_of_2(d))) for d in (M, K, C)]
         key = " ".join([dtype_name(x), *sizes, *(["more"] * more)])
         chosen = tuning.config(
-            gpu, "conv2d", "conv", key, lambda: _rule(gpu, x.dtype, precision, M * classes, K, C, more), lambda: _SPACE
+            gpu, "conv2d", "conv", key, lambda: _rule(gpu, x.dtype, precision, M * classes, K, C), lambda: _SPACE
         )
         even = C % chosen["BK"] == 0
         chain = max(1, 512 // chosen["BK"]) if _long(x, precision) else 0
@@ -335,18 +335,19 @@ def _to_weight(dw: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, window: Wind
     add_up(dw.permute(0, 2, 3, 1).view(1, K, taps * C), sums, Epilogue(None, None, None), "")
 
 
-def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int, more: bool) -> tuning.Config:
-    """Returns the tile: as large as leaves a program for most multiprocessors.
-
-    more: an activation with an exponential follows, for which a thread with 128 sums has no registers."""
+def _rule(gpu: device.Device, dtype: torch.dtype, precision: str, M: int, K: int, C: int) -> tuning.Config:
+    """Returns the tile: as large as leaves a program for most multiprocessors."""
     if dtype == torch.float32:
         ieee = precision == "ieee"
         return {"BM": 64, "BN": 64, "BK": 16 if ieee or C < 32 else 32, "num_warps": 4, "num_stages": 2}
     deep = 64 if C >= 64 and gpu.capability in (90, 100) else 32 if C >= 32 else 16
     bn = 128 if K > 64 else 64 if K > 32 else 32
     bm = 128 if triton.cdiv(M, 128) * triton.cdiv(K, bn) >= 0.7 * gpu.multiprocessors else 64
-    if gpu.capability == 90 and not more and K % 256 == 0 and M * K >= gpu.multiprocessors * 128 * 256:
-        bn = 256
+    tiles = triton.cdiv(M, 128) * triton.cdiv(K, 128)
+    if gpu.capability == 90 and bn == 128 and deep == 64 and tiles > gpu.multiprocessors:
+        # Two programs of 128 x 128 on a multiprocessor; where they are too few for one round, three of half the size.
+        few = 2 * tiles < 3 * gpu.multiprocessors
+        return {"BM": 64 if few else 128, "BN": 128, "BK": 64, "num_warps": 4, "num_stages": 3}
     stages = 2 if gpu.backend != "cuda" else 4 if bn == 128 or deep < 64 else 3
     stages = min(stages, 3) if gpu.shared_memory < 160 << 10 else stages
     return {"BM": bm, "BN": bn, "BK": deep, "num_warps": 8 if bm * bn >= 128 * 128 else 4, "num_stages": stages}

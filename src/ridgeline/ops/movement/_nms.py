@@ -18,7 +18,7 @@ from ridgeline.boundary import INTERPRETED, launch
 
 STEP = tl.constexpr(256)  # boxes of a step
 WORDS = tl.constexpr(8)  # of 32 bits, for them
-ROWS, ACROSS = 8, 32  # boxes and words of a tile of pairs: a thread compares 8 boxes with 4
+ROWS, ACROSS = 4, 32  # boxes and words of a tile of pairs: a thread compares 4 boxes with 4
 
 
 @triton.jit

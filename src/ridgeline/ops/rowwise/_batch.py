@@ -21,8 +21,8 @@ from ridgeline.ops.rowwise._channels import channels_last, planes
 
 PARTS = 512  # the most parts of a channel
 READ, WRITTEN = 2048, 4096  # numbers of a tile, where they are summed and where results are written
-BROAD = 64  # channels of a row that is written
-WAVES = 16  # programs for each multiprocessor that sum; four run at a time
+BROAD = 256  # the most channels of a row that is written
+LIVE = 4  # programs that sum statistics on a multiprocessor at once: one round of them, by their registers
 
 
 class Shape(NamedTuple):
@@ -264,13 +264,11 @@ def _apply(y, x, add, given, steps, shape, RULES: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _gradient(
-    dy, y, steps, image, place, first, inside, RULES: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr = False
-):  # fmt: skip
+def _gradient(dy, y, steps, image, place, first, inside, RULES: tl.constexpr, TILE: tl.constexpr):
     """dy, or 0 where relu cut y off."""
-    g = _get(dy, steps[0], image, place, first, inside, WHOLE, TILE).to(tl.float32)
+    g = tl.load(_at(dy, steps[0], image, place, first, TILE), mask=inside, other=0).to(tl.float32)
     if RULES.RELU:
-        kept = _get(y, steps[2], image, place, first, inside, WHOLE, TILE)
+        kept = tl.load(_at(y, steps[2], image, place, first, TILE), mask=inside, other=0)
         g = tl.where(kept <= 0, 0.0, g)  # as torch: NaN passes
     return g
 
@@ -302,23 +300,16 @@ def _sums(parts, to, dy, x, y, given, steps, shape, RULES: tl.constexpr, TILE: t
     image, place, _, inside = _rows(begin, end, first, shape, TILE)
     of_g = tl.zeros(_at(x, steps[1], image, place, first, TILE).shape, tl.float32)
     of_product = of_g
-    whole = begin + tl.maximum(end // TILE.ROWS - begin, 0) // 2 * 2
-    for block in range(begin, whole, 2):
-        image, place, _c, inside = _rows(block, end, first, shape, TILE)
-        image1, place1, _c, inside1 = _rows(block + 1, end, first, shape, TILE)
-        value = _get(x, steps[1], image, place, first, inside, True, TILE)
-        value1 = _get(x, steps[1], image1, place1, first, inside1, True, TILE)
-        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE, True)
-        g1 = _gradient(dy, y, steps, image1, place1, first, inside1, RULES, TILE, True)
+    for block in range(begin, tl.cdiv(end, TILE.ROWS), 2):
+        image, place, _, inside = _rows(block, end, first, shape, TILE)
+        image1, place1, _, inside1 = _rows(block + 1, end, first, shape, TILE)
+        value = tl.load(_at(x, steps[1], image, place, first, TILE), mask=inside, other=0)
+        value1 = tl.load(_at(x, steps[1], image1, place1, first, TILE), mask=inside1, other=0)
+        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
+        g1 = _gradient(dy, y, steps, image1, place1, first, inside1, RULES, TILE)
         of_g += g + g1
         off, off1 = value.to(tl.float32) - mean[None, :], value1.to(tl.float32) - mean[None, :]
         of_product = g1 * off1 + (g * off + of_product)
-    for block in range(whole, tl.cdiv(end, TILE.ROWS)):
-        image, place, _c, inside = _rows(block, end, first, shape, TILE)
-        value = _get(x, steps[1], image, place, first, inside, False, TILE)
-        g = _gradient(dy, y, steps, image, place, first, inside, RULES, TILE)
-        of_g += g
-        of_product = g * (value.to(tl.float32) - mean[None, :]) + of_product
     g, product = _sum(of_g, TILE), _sum(of_product, TILE) * rstd
     at, known = part * shape.channels + c, c < shape.channels
     tl.store(parts + at, g, mask=known)
@@ -398,7 +389,7 @@ def _divided(by: int) -> tuple[int, int]:
     return min((1 << 31 + bits) // by + 1, (1 << 32) - 1), bits - 1
 
 
-def plan(x: torch.Tensor, *others: Any) -> Plan:
+def plan(x: torch.Tensor, *others: Any, live: int = LIVE) -> Plan:
     """x: (images, channels, positions). others: tensors of its shape that are read or written with it, or None."""
     B, C, S = x.shape
     tensors = x, *(t for t in others if t is not None)
@@ -416,7 +407,7 @@ def plan(x: torch.Tensor, *others: Any) -> Plan:
         Tile(max(1, n // across), across, last, aligned, wide, not last or C % across == 0)
         for n, across in zip(sizes, (width, broad), strict=True)
     ]
-    most = WAVES * gpu.multiprocessors // max(1, chunks)
+    most = live * gpu.multiprocessors // max(1, chunks)
     parts = max(1, min(triton.cdiv(rows, 4 * read.ROWS), most, PARTS))
     return Plan(Shape(B, C, S, rows, chunks, *_divided(S // each)), read, written, parts, 256 // gpu.warp)
 
@@ -476,7 +467,8 @@ def launch_bwd(
     """Fills the gradients that `need` names, others being None: 1 dx, 2 dw, 4 db, 8 dadd. y: of relu, else None."""
     x, dy, y = planes(x), planes(dy), None if y is None else planes(y)
     made = Gradients(None if dx is None else planes(dx), None if dadd is None else planes(dadd))
-    cut, rules = plan(x, dy, y, *made), Rules(y is not None, not training)
+    # Gradients' sums take more registers in channels_last memory.
+    cut, rules = plan(x, dy, y, *made, live=3 if channels_last(x) else LIVE), Rules(y is not None, not training)
     mean, spread, w = _adjacent(mean, spread, w)
     given = Affine(mean, spread, w, None, eps)
     steps = (dy.stride(), x.stride(), None if y is None else y.stride())
