@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ridgeline
 from ridgeline import device as devices
@@ -207,6 +208,23 @@ def test_gradients_that_serve(device: str) -> None:
             y = ridgeline.conv2d(x, leaves[1], b, impl=None if IMPL == "torch" else "triton_fused", **options)  # type: ignore[arg-type]
             (dw,) = torch.autograd.grad(y, leaves[1:2], torch.ones_like(y))
             assert dw.shape == w.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_float32_gradients_do_not_follow_cudnns_switch(dtype: torch.dtype, device: str) -> None:
+    """Kernels make them; those of half precision are PyTorch's."""
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(function.overloadpacket)
+            return function(*args, **(kwargs or {}))
+
+    leaves = [t.to(dtype).requires_grad_() for t in inputs((1, 16, 7, 9), 32, (3, 3), device)]
+    y = ridgeline.conv2d(*leaves, padding=1, activation="relu", impl="triton_fused")
+    with Watch():
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert (torch.ops.aten.convolution_backward in seen) == (dtype == torch.float16)
 
 
 def test_groups_are_pytorchs(device: str) -> None:

@@ -94,7 +94,8 @@ class Convolution(Function):
         if activation:
             dz = _undo_op(dz, z, activation)
         dx = dw = None
-        if (to_x or to_weight) and impl in (None, SERVED):
+        # float32 products would follow cuDNN's own switch.
+        if (to_x or to_weight) and impl in (None, SERVED) and x.dtype != torch.float32:
             wanted = [to_x, to_weight, False]
             window = _window(*options)
             dx, dw, _ = torch.ops.aten.convolution_backward(dz, x, weight, None, *window, False, [0, 0], 1, wanted)

@@ -73,7 +73,8 @@ def conv2d(
     activation: None, "relu", "silu", "gelu" or "gelu_tanh", on float32 sums, which are rounded once.
     Kernels return y in channels_last memory. They read x and weight in place, whatever their strides, and are made for
     channels_last; NCHW memory is slow, and nothing is copied. Backward copies an incoming gradient that is not
-    channels_last. By default dx and dw are cuDNN's; those of the kernels (`impl="triton"`) are bitwise reproducible.
+    channels_last. By default half-precision dx and dw are cuDNN's, whose reruns may differ unless PyTorch is told to be
+    deterministic; those of `impl="triton"` are bitwise reproducible.
     float32 products follow `torch.get_float32_matmul_precision()`, not cuDNN's own switch. Autocast casts all inputs.
     Raises RidgelineError if shapes, dtypes or devices do not match, or if `impl` cannot run the call.
     """

@@ -128,7 +128,8 @@ def _walk(kept, found, bits, said, order, count, width, BY_BITS: tl.constexpr):
     stays = tl.reshape((keep[:, None] >> tl.arange(0, 32)[None, :]) & 1, (STEP,))
     first = tl.max(total, 0)
     until = first + tl.sum(stays)
-    tl.store(said + words, (keep.to(tl.int64) & 0xFFFFFFFF) | ((until + 1) << 32))
+    # An atomic reaches programs that have another L2 (AMD).
+    tl.atomic_xchg(said + words, (keep.to(tl.int64) & 0xFFFFFFFF) | ((until + 1) << 32), sem="relaxed")
     tl.store(kept + first + tl.cumsum(stays, 0) - stays, index, mask=stays != 0)
     if step == tl.num_programs(0) - 1:
         tl.store(found, until)

@@ -107,7 +107,7 @@ def _units(y, x, shape, XVEC: tl.constexpr, YVEC: tl.constexpr, BI: tl.constexpr
     inside = (i < shape.down) & (j < shape.across) & (c < columns)
     x += _place(batch, shape.sizes, shape.x_steps, XVEC)
     y += _place(batch, shape.sizes, shape.y_steps, YVEC)
-    at = i * _times(shape.x_down, XVEC) + j * _times(shape.x_across, XVEC) + c * shape.step
+    at = i * _times(shape.x_down, XVEC) + j * _times(shape.x_across, XVEC) + c.to(tl.int64) * shape.step
     tl.store(y + (i * columns + j * _times(shape.y_across, YVEC) + c), tl.load(x + at, mask=inside), mask=inside)
 
 

@@ -2,8 +2,8 @@
 
     overlap(a, b) = area of a and b / (area of a + area of b - area of a and b) > threshold
 
-All pairs are compared in parallel, one bit each. One program then walks the bits, 256 boxes at a time, and writes the
-kept indices; the host reads nothing, so a CUDA graph can hold a call. The floor is the pairs: 14 operations each.
+All pairs are compared in parallel, one bit each. A chain of programs then keeps boxes, 256 a program, and writes
+the kept indices; the host reads nothing, so a CUDA graph can hold a call. The floor is the pairs: 14 operations each.
 Source: Girshick et al., Rich feature hierarchies, 2014 (arXiv:1311.2524); the rule and the order are torchvision's.
 """
 
@@ -145,5 +145,5 @@ NMS = Op(
 
 idea = "all overlaps in float32 in memory, then rounds until nothing changes, which the host watches"
 NMS.eager("torch", idea, reference, served=True, reads=True)
-NMS.kernel("triton", "one bit a pair; one program settles 256 boxes at a time, without the host", kind="triton",
+NMS.kernel("triton", "one bit a pair; a chain of programs settles 256 boxes each, without the host", kind="triton",
            fwd=start, served=True, supports=too_many, unless=too_many)  # fmt: skip
