@@ -130,15 +130,15 @@ def add_queries(ME: gl.constexpr, n, done, work, k, v, dk, dv, zero, memory, sch
         if TIGHT:
             mbarrier.wait(memory.v.ready, n & 1)
         products = start_scores(v, do, zero, REST)
-        p, s = probabilities(s, lse, row, work.k_start + ME * ROWS, work, scheduler)
+        p, to_ds = probabilities(s, lse, row, work.k_start + ME * ROWS, work, scheduler)
         delta = memory.do.number(done, across)
         if TIGHT:
             packed = pack_pairs(p, dtype)
             half = pairs_to_operand(packed, dtype, left)
-            p = pairs_to_float(pack_pairs(s, dtype) if scheduler.RULES.CAP else packed, dtype, s_layout)
+            p = pairs_to_float(pack_pairs(to_ds, dtype) if scheduler.RULES.CAP else packed, dtype, s_layout)
         else:
             half = gl.convert_layout(p.to(dtype), left)
-            p = s
+            p = to_ds
         dv_next = start_sums(half, do, dv)
         dp = warpgroup_mma_wait(2 if REST else 1, deps=(products,))
         ds = (p * (dp - delta[None, :])).to(dtype)

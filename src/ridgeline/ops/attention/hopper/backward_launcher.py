@@ -13,10 +13,11 @@ import triton
 
 from ridgeline import device
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
+from ridgeline.ops.attention.common.arguments import UNBOUNDED, column_parts, whole
 from ridgeline.ops.attention.hopper import backward, backward_wide
 from ridgeline.ops.attention.hopper.backward_schedule import head_section, heads_apart, list_pieces, split_work
 from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq, row_terms
+from ridgeline.ops.attention.hopper.softmax import exponents
 
 
 def bwd(
@@ -68,8 +69,7 @@ def bwd(
     if left_over:
         shares = torch.empty((left_over * parts, 2, span, wide), dtype=torch.float32, device=q.device)
     sizes = pieces, entire, parts, heads, section, key_heads * apart, tiles, columns, shift, prefix or left, right
-    scales = scale, (softcap or scale) * LOG2E, 2 * LOG2E * scale / softcap if softcap else 0.0
-    inputs = maps, sizes, scales, (prefix > 0, D if single else 0, softcap > 0)
+    inputs = maps, sizes, (scale, *exponents(scale, softcap)), (prefix > 0, D if single else 0, softcap > 0)
     options = back, ahead, down, group // apart, apart, deterministic
     if wide > 128:
         backward_wide.start_wide(pieces, options, order, listed, *inputs)

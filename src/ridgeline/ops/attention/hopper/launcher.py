@@ -7,10 +7,11 @@ import triton
 
 from ridgeline import device
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention.common.arguments import LOG2E, UNBOUNDED, column_parts, whole
+from ridgeline.ops.attention.common.arguments import UNBOUNDED, column_parts, whole
 from ridgeline.ops.attention.hopper import forward
 from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
 from ridgeline.ops.attention.hopper.scheduler import Rules, Scale, Sizes, consumer_groups, masked_blocks, paired_heads
+from ridgeline.ops.attention.hopper.softmax import exponents
 
 MOST_CAP = 1000  # beyond it the rounding of tanh, times the cap, shows in half precision
 
@@ -88,5 +89,5 @@ def fwd(
     tiled = (q, 64), (k, BN), (v, BN), *(() if single else ((o, 64),))
     maps: list[Any] = [TensorMap(t, (*box, n, wide), min(128, 2 * wide), packed) for t, n in tiled]
     maps += [o] if single else []
-    scales = Scale((softcap or scale) * LOG2E, 2 * LOG2E * scale / softcap if softcap else 0.0)
+    scales = Scale(*exponents(scale, softcap))
     forward.start(min(count, programs), lse, sinks, listed, maps, sizes, scales, rules, options)
