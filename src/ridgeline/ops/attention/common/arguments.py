@@ -37,6 +37,12 @@ class Options(NamedTuple):
         return Band(off - self.left, off + self.right, self.prefix) if bounded else None
 
 
+def exponents(scale: float, softcap: float) -> tuple[float, float]:
+    """Returns `factor` and `share`: what scores, or their tanh, are multiplied by in exponentials of base 2, and what
+    scores are multiplied by in that of the tanh (0 without a softcap)."""
+    return (softcap or scale) * LOG2E, 2 * LOG2E * scale / softcap if softcap else 0.0
+
+
 def options(
     D: int, causal: bool | str = False, scale: float | None = None, window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None, window_align: str | None = None, prefix: int | None = None, **_: Any,

@@ -13,11 +13,10 @@ import triton
 
 from ridgeline import device
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention.common.arguments import UNBOUNDED, column_parts, whole
+from ridgeline.ops.attention.common.arguments import UNBOUNDED, column_parts, exponents, whole
 from ridgeline.ops.attention.hopper import backward, backward_wide
 from ridgeline.ops.attention.hopper.backward_schedule import head_section, heads_apart, list_pieces, split_work
 from ridgeline.ops.attention.hopper.backward_sums import add_shares, convert_dq, row_terms
-from ridgeline.ops.attention.hopper.softmax import exponents
 
 
 def bwd(

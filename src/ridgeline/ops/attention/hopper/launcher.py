@@ -7,11 +7,10 @@ import triton
 
 from ridgeline import device
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.attention.common.arguments import UNBOUNDED, column_parts, whole
+from ridgeline.ops.attention.common.arguments import UNBOUNDED, column_parts, exponents, whole
 from ridgeline.ops.attention.hopper import forward
 from ridgeline.ops.attention.hopper.packed_tiles import list_tiles
 from ridgeline.ops.attention.hopper.scheduler import Rules, Scale, Sizes, consumer_groups, masked_blocks, paired_heads
-from ridgeline.ops.attention.hopper.softmax import exponents
 
 MOST_CAP = 1000  # beyond it the rounding of tanh, times the cap, shows in half precision
 

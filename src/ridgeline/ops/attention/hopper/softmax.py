@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ridgeline.ops.attention.common.arguments import LOG2E
 from ridgeline.ops.attention.hopper.mask import hide, hide_first, hide_left
 
 NO_KEYS = gl.constexpr(-1.0e30)  # for rows that have seen no key; not -inf, since differences would be NaN
@@ -23,12 +22,6 @@ class State(NamedTuple):
     p: Any
     row_max: Any
     row_sum: Any
-
-
-def exponents(scale: float, softcap: float) -> tuple[float, float]:
-    """Returns `factor` and `share`: what scores, or their tanh, are multiplied by in exponentials of base 2, and what
-    scores are multiplied by in that of the tanh (0 without a softcap)."""
-    return (softcap or scale) * LOG2E, 2 * LOG2E * scale / softcap if softcap else 0.0
 
 
 @gluon.jit
