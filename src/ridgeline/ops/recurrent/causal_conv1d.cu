@@ -1,0 +1,365 @@
+// The short causal convolution in half precision: a thread walks along time through 8 neighbouring channels.
+//     z_t = bias + sum over j < WIDTH of w_j x_{t-WIDTH+1+j}          y = z or silu(z)
+// Rows come into shared memory several groups ahead by asynchronous copies. A thread copies only what it reads itself,
+// so it waits for its own copies and never for another thread, and no register holds a load in flight.
+// x's rows lie X elements apart over all sequences; dy, y, dx and weight are contiguous.
+// Macros: C channels, WIDTH, SILU, HALF (1: float16), GROUP rows of a copy, AHEAD groups in flight, WARPS of a block,
+// BLOCKS on a multiprocessor; FILTER and BIAS, the types of weight and bias.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "early.cuh"
+
+
+constexpr int CHANNELS = 8, PAST = WIDTH - 1, LANES = 32, SPAN = LANES * CHANNELS, PACK = 2 * CHANNELS;
+#if HALF
+using Element = __half;
+#else
+using Element = __nv_bfloat16;
+#endif
+
+struct alignas(PACK) Pack {
+    unsigned at[CHANNELS / 2];
+};
+
+__device__ inline void unpack(const Pack& pack, float (&to)[CHANNELS]) {
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += 2) {
+#if HALF
+        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&pack.at[c / 2]));
+        to[c] = two.x, to[c + 1] = two.y;
+#else
+        to[c] = __uint_as_float(pack.at[c / 2] << 16);
+        to[c + 1] = __uint_as_float(pack.at[c / 2] & 0xffff0000u);
+#endif
+    }
+}
+
+__device__ inline Pack packed(const float (&from)[CHANNELS]) {
+    Pack pack;
+#pragma unroll
+    for (int c = 0; c < CHANNELS; c += 2) {
+#if HALF
+        const __half2 two = __floats2half2_rn(from[c], from[c + 1]);
+#else
+        const __nv_bfloat162 two = __floats2bfloat162_rn(from[c], from[c + 1]);
+#endif
+        pack.at[c / 2] = *reinterpret_cast<const unsigned*>(&two);
+    }
+    return pack;
+}
+
+__device__ inline float exp2_quick(float x) {
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x));
+    return e;
+}
+
+__device__ inline float inverse_quick(float x) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+// With silu, taps and bias are multiplied by UNIT, so that z comes out as the exponent of e^-z = 2^(UNIT z).
+constexpr float UNIT = SILU ? -1.4426950408889634f : 1.f;
+
+template <class T>
+struct alignas(16) Eight {
+    T at[CHANNELS];
+};
+
+struct Filters {
+    float tap[WIDTH][CHANNELS], bias[CHANNELS];
+
+    __device__ Filters(const FILTER* weight, const BIAS* given, int channel) {
+        const auto* from = reinterpret_cast<const Eight<FILTER>*>(weight) + channel / CHANNELS * WIDTH;
+#pragma unroll
+        for (int n = 0; n < WIDTH; ++n) {
+            const Eight<FILTER> part = from[n];
+#pragma unroll
+            for (int e = n * CHANNELS; e < (n + 1) * CHANNELS; ++e)
+                tap[e % WIDTH][e / WIDTH] = UNIT * (float)part.at[e - n * CHANNELS];
+        }
+        Eight<BIAS> part = {};
+        if (given) part = reinterpret_cast<const Eight<BIAS>*>(given)[channel / CHANNELS];
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) bias[c] = UNIT * (float)part.at[c];
+    }
+};
+
+// What a sequence has between two multiples of `length` tokens; rows count over all sequences.
+struct Piece {
+    int sequence, begin, end, first, last;
+
+    // Packed sequences: those of sequence n have the numbers from begin_n / length + n on.
+    __device__ Piece(const int* ends, int tokens, int sequences, int length, int number) {
+        if (ends) {
+            int low = 0, high = sequences;
+            while (high - low > 1) {
+                const int middle = (low + high) / 2;
+                if (ends[middle] / length + middle <= number)
+                    low = middle;
+                else
+                    high = middle;
+            }
+            sequence = low;
+            begin = ends[low], end = ends[low + 1];
+            first = max(begin, (begin / length + (number - begin / length - low)) * length);
+            last = min(end, (first / length + 1) * length);
+        } else {
+            const int each = max((tokens + length - 1) / length, 1);
+            sequence = number / each;
+            begin = sequence * tokens, end = begin + tokens;
+            first = begin + number % each * length;
+            last = min(end, first + length);
+        }
+        last = max(first, last);
+    }
+};
+
+// A thread's own part of rows from `next` on, GROUP x AHEAD of them in shared memory.
+struct Ring {
+    static constexpr int ROWS = GROUP * AHEAD;
+    const Element* from;
+    unsigned place;
+    long long step;
+
+    __device__ Ring(const Element* first, long long step, unsigned place) : from(first), place(place), step(step) {}
+
+    // Copies a row if `here`, and else fills it with zeros.
+    __device__ void copy(int slot, bool here) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], %2, %3;" ::"r"(place + slot * (LANES * PACK)), "l"(from),
+                     "n"(PACK), "r"(here ? PACK : 0)
+                     : "memory");
+        from += step;
+    }
+    __device__ void copy(int slot) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], %2;" ::"r"(place + slot * (LANES * PACK)), "l"(from),
+                     "n"(PACK)
+                     : "memory");
+        from += step;
+    }
+
+    __device__ Pack row(int slot) const {
+        Pack pack;
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(pack.at[0]), "=r"(pack.at[1]), "=r"(pack.at[2]), "=r"(pack.at[3])
+                     : "r"(place + slot * (LANES * PACK))
+                     : "memory");
+        return pack;
+    }
+};
+
+__device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ inline void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory"); }
+
+// The input of `back` tokens before row t: of the state before the sequence where it begins later.
+__device__ inline void input(const Element* x, long long step, const Element* first, const Piece& piece, int at, int channel,
+                             float (&to)[CHANNELS]) {
+    if (at >= piece.begin) {
+        unpack(*reinterpret_cast<const Pack*>(x + at * step + channel), to);
+        return;
+    }
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c)
+        to[c] = first ? (float)first[((long long)piece.sequence * C + channel + c) * WIDTH + WIDTH + (at - piece.begin)]
+                      : 0.f;
+}
+
+template <int N>
+__device__ inline void rotate(float (&rows)[N][CHANNELS]) {
+#pragma unroll
+    for (int j = 0; j + 1 < N; ++j)
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) rows[j][c] = rows[j + 1][c];
+}
+
+extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
+    conv_forward(Element* y, const Element* x, const FILTER* weight, const BIAS* bias, const Element* first,
+                 Element* last, const int* ends, int tokens, int sequences, int length, int count, long long X) {
+    extern __shared__ char memory[];
+    constexpr int ACROSS = (C + SPAN - 1) / SPAN;
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, number = blockIdx.x / ACROSS * WARPS + warp;
+    const int channel = blockIdx.x % ACROSS * SPAN + lane * CHANNELS;
+    if (number >= count || channel >= C) return;
+    const Piece piece(ends, tokens, sequences, length, number);
+    const int rows = piece.last - piece.first;
+    Ring ring(x + piece.first * X + channel, X,
+              (unsigned)__cvta_generic_to_shared(memory) + warp * Ring::ROWS * LANES * PACK + lane * PACK);
+#pragma unroll
+    for (int s = 0; s < AHEAD; ++s) {
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) ring.copy(s * GROUP + i, s * GROUP + i < rows);
+        commit();
+    }
+    const Filters filters(weight, bias, channel);
+    float past[WIDTH][CHANNELS];
+#pragma unroll
+    for (int j = 0; j < PAST; ++j) input(x, X, first, piece, piece.first + j - PAST, channel, past[j]);
+    Element* to = y + (long long)piece.first * C + channel;
+    const auto step = [&](int slot, bool store) {
+        unpack(ring.row(slot), past[PAST]);
+        float z[CHANNELS];
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) {
+            z[c] = filters.bias[c];
+#pragma unroll
+            for (int j = 0; j < WIDTH; ++j) z[c] = fmaf(filters.tap[j][c], past[j][c], z[c]);
+            if (SILU) z[c] *= inverse_quick(fmaf(exp2_quick(z[c]), UNIT, UNIT));
+        }
+        if (store) *reinterpret_cast<Pack*>(to) = packed(z);
+        to += C;
+        rotate(past);
+    };
+    int slot = 0;
+    for (int r = 0; r < rows; r += GROUP) {
+        arrived();
+        if (r + GROUP <= rows) {
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) step(slot + i, true);
+        } else
+            for (int i = 0; r + i < rows; ++i) step(slot + i, true);
+        if (r + Ring::ROWS + GROUP <= rows) {
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) ring.copy(slot + i);
+        } else
+            for (int i = 0; i < GROUP; ++i) ring.copy(slot + i, r + Ring::ROWS + i < rows);
+        commit();
+        slot = slot + GROUP == Ring::ROWS ? 0 : slot + GROUP;
+    }
+    if (last && piece.last == piece.end && (rows || piece.begin == piece.end)) {
+        float kept[WIDTH][CHANNELS];
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j) input(x, X, first, piece, piece.end - WIDTH + j, channel, kept[j]);
+#pragma unroll
+        for (int j = 0; j < WIDTH; ++j)
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c)
+                last[((long long)piece.sequence * C + channel + c) * WIDTH + j] = (Element)kept[j][c];
+    }
+}
+
+// A block's warps walk through pieces of the same channels: pieces i, i + n, ... of all for warp i of n.
+extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
+    conv_backward(Element* dx, float* parts, Element* dfirst, const Element* dy, const Element* dlast, const Element* x,
+                  const FILTER* weight, const BIAS* bias, const Element* first, const int* ends, int tokens,
+                  int sequences, int length, int count, long long X) {
+    extern __shared__ char memory[];
+    constexpr int ACROSS = (C + SPAN - 1) / SPAN;
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, block = blockIdx.x / ACROSS;
+    const int channel = blockIdx.x % ACROSS * SPAN + lane * CHANNELS;
+    const bool here = channel < C;
+    const unsigned place = (unsigned)__cvta_generic_to_shared(memory) + warp * 2 * Ring::ROWS * LANES * PACK + lane * PACK;
+    float totals[WIDTH + 1][CHANNELS] = {};
+    const Filters filters(weight, bias, here ? channel : 0);
+    for (int number = block * WARPS + warp; here && number < count; number += gridDim.x / ACROSS * WARPS) {
+        const Piece piece(ends, tokens, sequences, length, number);
+        const int rows = piece.last - piece.first, seen = min(piece.end - piece.first, rows + PAST);
+        Ring inputs(x + piece.first * X + channel, X, place);
+        Ring slopes(dy + (long long)piece.first * C + channel, C, place + Ring::ROWS * LANES * PACK);
+#pragma unroll
+        for (int s = 0; s < AHEAD; ++s) {
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                inputs.copy(s * GROUP + i, s * GROUP + i < seen);
+                slopes.copy(s * GROUP + i, s * GROUP + i < seen);
+            }
+            commit();
+        }
+        float past[WIDTH][CHANNELS], pending[WIDTH][CHANNELS] = {};
+#pragma unroll
+        for (int j = 0; j < PAST; ++j) input(x, X, first, piece, piece.first + j - PAST, channel, past[j]);
+        Element* to = dx + (piece.first - PAST) * (long long)C + channel;
+        // Row r, whose gradient ends that of row r - PAST.
+        const auto step = [&](int slot, bool counts) {
+            float dz[CHANNELS];
+            unpack(inputs.row(slot), past[PAST]);
+            unpack(slopes.row(slot), dz);
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c) {
+                if (SILU) {
+                    float z = filters.bias[c];
+#pragma unroll
+                    for (int j = 0; j < WIDTH; ++j) z = fmaf(filters.tap[j][c], past[j][c], z);
+                    // silu' = p (1 + z (1 - p)), and p = 1 / (1 + e^-z); z here is UNIT times that, dz 1 / UNIT times
+                    const float p = inverse_quick(1.f + exp2_quick(z));
+                    dz[c] *= p * fmaf(z, fmaf(p, -1 / (UNIT * UNIT), 1 / (UNIT * UNIT)), 1 / UNIT);
+                }
+                pending[PAST][c] = 0;
+#pragma unroll
+                for (int j = 0; j < WIDTH; ++j) pending[j][c] = fmaf(filters.tap[j][c], dz[c], pending[j][c]);
+                if (counts) {
+#pragma unroll
+                    for (int j = 0; j < WIDTH; ++j) totals[j][c] = fmaf(dz[c], past[j][c], totals[j][c]);
+                    totals[WIDTH][c] += dz[c];
+                }
+            }
+        };
+        // A row at either end of the piece.
+        const auto careful = [&](int slot, int r) {
+            step(slot, r < rows);
+            float (&value)[CHANNELS] = pending[0];
+            const int at = piece.first + r - PAST;
+            const long long state = ((long long)piece.sequence * C + channel) * WIDTH + WIDTH;
+            if (dlast && at >= piece.end - WIDTH && at < piece.end)
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c) value[c] += (float)dlast[state + c * WIDTH + (at - piece.end)];
+            if (r >= PAST && r < rows + PAST) *reinterpret_cast<Pack*>(to) = packed(value);
+            if (dfirst && r < PAST && piece.first == piece.begin)
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c) dfirst[state + c * WIDTH + (at - piece.begin)] = (Element)value[c];
+            to += C;
+            rotate(past), rotate(pending);
+        };
+        int slot = 0;
+        const int plain = dlast ? rows - WIDTH : rows;
+        for (int r = 0; r < rows + PAST; r += GROUP) {
+            arrived();
+            if (__builtin_expect(r >= PAST && r + GROUP <= plain, 1)) {
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) {
+                    step(slot + i, true);
+                    *reinterpret_cast<Pack*>(to) = packed(pending[0]);
+                    to += C;
+                    rotate(past), rotate(pending);
+                }
+            } else
+#pragma unroll 1
+                for (int i = 0; i < GROUP; ++i) careful(slot + i, r + i);
+            if (__builtin_expect(r + Ring::ROWS + GROUP <= seen, 1)) {
+#pragma unroll
+                for (int i = 0; i < GROUP; ++i) inputs.copy(slot + i), slopes.copy(slot + i);
+            } else
+#pragma unroll 1
+                for (int i = 0; i < GROUP; ++i) {
+                    const bool more = r + Ring::ROWS + i < seen;
+                    inputs.copy(slot + i, more), slopes.copy(slot + i, more);
+                }
+            commit();
+            slot = slot + GROUP == Ring::ROWS ? 0 : slot + GROUP;
+        }
+        if (dfirst && piece.first == piece.begin)  // its oldest input meets no token, and is kept only where none follows
+#pragma unroll
+            for (int c = 0; c < CHANNELS; ++c) {
+                const long long spot = ((long long)piece.sequence * C + channel + c) * WIDTH;
+                dfirst[spot] = dlast && piece.begin == piece.end ? dlast[spot] : (Element)0.f;
+            }
+    }
+    let_next_come();
+    if (!parts) return;
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float* sums = reinterpret_cast<float*>(memory);  // (WARPS, WIDTH + 1, SPAN)
+#pragma unroll
+    for (int j = 0; j <= WIDTH; ++j)
+#pragma unroll
+        for (int c = 0; c < CHANNELS; ++c) sums[((warp * (WIDTH + 1) + j) * CHANNELS + c) * LANES + lane] = UNIT * totals[j][c];
+    __syncthreads();
+    for (int e = threadIdx.x; e < (WIDTH + 1) * SPAN; e += LANES * WARPS) {
+        float sum = 0;
+        for (int w = 0; w < WARPS; ++w) sum += sums[w * (WIDTH + 1) * SPAN + e];
+        const int j = e / SPAN, at = blockIdx.x % ACROSS * SPAN + e % LANES * CHANNELS + e / LANES % CHANNELS;
+        if (at < C) parts[((long long)block * (WIDTH + 1) + j) * C + at] = sum;
+    }
+}
