@@ -6,17 +6,20 @@ from pathlib import Path
 from ridgeline.cuda import CudaKernel, compile_source
 
 P = Path("src/ridgeline/ops/recurrent/causal_conv1d.cu")
-FWD = CudaKernel(P, "conv_forward", "PPPPPPPiiiiq")
+FWD = CudaKernel(P, "conv_forward", "PPPPPPPiiq")
 BWD = CudaKernel(P, "conv_backward", "PPPPPPPPPPiiiiq")
 BASE = dict(C=4096, WIDTH=4, SILU=1, HALF=0, FILTER="__nv_bfloat16", BIAS="__nv_bfloat16")
-#        GROUP AHEAD WARPS BLOCKS pieces per sequence
-F = [(4, 3, 4, 4, 33), (4, 3, 4, 5, 41), (4, 2, 4, 5, 41), (4, 4, 4, 4, 32), (4, 3, 1, 16, 33), (4, 3, 1, 16, 64), (4, 2, 4, 5, 82), (4, 3, 4, 4, 64), (4,3,4,3,25), (4,3,4,4,16)]
-B = [(4, 3, 5, 2, 10), (4, 3, 4, 3, 12), (4, 2, 4, 3, 12), (4, 4, 4, 3, 12), (4, 3, 4, 2, 8), (4, 4, 4, 2, 8), (4, 3, 4, 3, 24), (4, 3, 2, 6, 12), (2, 4, 4, 3, 12)]
+# HIGH WARPS BLOCKS
+F = [(8, 8, 2), (8, 4, 4), (8, 4, 3), (8, 4, 5), (8, 16, 1), (16, 4, 2), (16, 4, 3), (4, 8, 2), (4, 4, 5), (8, 2, 8), (8, 1, 16), (12, 4, 3), (6, 8, 2), (5, 4, 5)]
+# GROUP AHEAD WARPS BLOCKS length
+B = [(4, 2, 4, 2, 64), (4, 2, 4, 2, 32), (4, 2, 4, 2, 128), (4, 2, 4, 2, 512), (4, 3, 4, 2, 64), (4, 2, 2, 4, 64), (4, 2, 8, 1, 64), (4, 2, 3, 2, 64), (4, 2, 4, 2, 48), (4, 3, 3, 2, 64), (4, 2, 4, 3, 64), (4, 2, 5, 2, 64)]
 
 
 def facts(v):
+    if len(v) == 3:
+        return BASE | dict(HIGH=v[0], WARPS=v[1], BLOCKS=v[2], GROUP=4, AHEAD=2)
     g, a, w, b, _ = v
-    return BASE | dict(GROUP=g, AHEAD=a, WARPS=w, BLOCKS=b)
+    return BASE | dict(GROUP=g, AHEAD=a, WARPS=w, BLOCKS=b, HIGH=8)
 
 
 def comp(v):
@@ -55,10 +58,8 @@ def main():
     n = 132
 
     def fwd(v, y):
-        g, a, wp, bl, each = v
-        length = -(-4096 // each)
-        count = 8 * -(-4096 // length)
-        launch(FWD, (16 * -(-count // wp),), y, x, w, b, None, None, None, 4096, 8, length, count, 4096, **facts(v), block=32 * wp, shared=wp * g * a * 512)
+        count = 8 * -(-4096 // (v[0] * v[1]))
+        launch(FWD, (16 * count,), y, x, w, b, None, None, None, 4096, 8, 4096, **facts(v), block=32 * v[1])
 
     ref = ridgeline.causal_conv1d(x, w, b, impl="triton")
     print("triton fwd", timed(lambda: ridgeline.causal_conv1d(x, w, b, impl="triton")), flush=True)
@@ -74,8 +75,7 @@ def main():
     dx = torch.empty_like(x)
 
     def bwd(v, dx, parts):
-        g, a, wp, bl, each = v
-        length = -(-4096 // each)
+        g, a, wp, bl, length = v
         count = 8 * -(-4096 // length)
         launch(BWD, (16 * parts.shape[0],), dx, parts, None, dy, None, x, w, b, None, None, 4096, 8, length, count, 4096, **facts(v), block=32 * wp, shared=max(wp * 2 * g * a * 512, wp * 5 * 1024))
 
@@ -87,7 +87,9 @@ def main():
         errs.append(((s[:4].t() - grads[1].float()).norm() / grads[1].float().norm()).item())
         errs.append(((s[4] - grads[2].float()).norm() / grads[2].float().norm()).item())
         print("bwd", v, "err", *[f"{e:.1e}" for e in errs], round(timed(lambda: bwd(v, dx, parts)), 1), flush=True)
-    print("sums", timed(lambda: parts.sum(0)), flush=True)
+    for impl in ("triton", "cuda", None):
+        out = ridgeline.causal_conv1d(xs, ws, bs, impl=impl)
+        print("op", impl, timed(lambda: ridgeline.causal_conv1d(x, w, b, impl=impl)), timed(lambda: torch.autograd.grad(out, (xs, ws, bs), dy, retain_graph=True)), flush=True)
     from torch.profiler import profile, ProfilerActivity
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         torch.autograd.grad(out, (xs, ws, bs), dy, retain_graph=True)

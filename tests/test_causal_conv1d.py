@@ -110,10 +110,11 @@ def near(found: list[torch.Tensor], expected: list[torch.Tensor], eps: float) ->
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", ["silu", None])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 31, 32, 33, 67, 500])
+@pytest.mark.parametrize(
+    ("width", "dtype", "activation"),
+    [(2, torch.bfloat16, "silu"), (3, torch.float16, None), (4, torch.bfloat16, "silu"), (4, torch.float16, "silu")],
+)
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65, 67, 500])
 def test_copies_ahead(T: int, width: int, dtype: torch.dtype, activation: str | None, device: str) -> None:
     args = halves(inputs(3, T, width, 3, device), dtype)
     exact = everything([a.double() for a in args], "naive", activation=activation)

@@ -13,36 +13,31 @@ from ridgeline.cuda import CTYPE, CudaKernel
 
 Maybe = torch.Tensor | None
 FILE = Path(__file__).with_name("causal_conv1d.cu")
-FORWARD = CudaKernel(FILE, "conv_forward", "PPPPPPPiiiiq")
+FORWARD = CudaKernel(FILE, "conv_forward", "PPPPPPPiiq")
 BACKWARD = CudaKernel(FILE, "conv_backward", "PPPPPPPPPPiiiiq")
 CHANNELS, LANES, ROW = 8, 32, 16  # of a thread, of a warp, and bytes of a thread's part of a row
-SHORTEST = 32  # tokens of a piece, at least
 FEWEST = 64  # tokens of a call that this is for
 INPUTS = 8  # of the backward launcher, which begin with the gradients of y and the state
 
 
 class Tiles(NamedTuple):
-    """group: rows of a copy. ahead: groups in flight. warps: of a block. blocks: on a multiprocessor. rounds: pieces of
-    a warp, about."""
+    """rows: of a warp's piece. warps: of a block. blocks: on a multiprocessor. group, ahead: of backward, the rows of a
+    copy, and the copies in flight."""
 
-    group: int
-    ahead: int
+    rows: int
     warps: int
     blocks: int
-    rounds: int
+    group: int = 4
+    ahead: int = 2
 
 
-AHEAD = Tiles(4, 3, 4, 4, 2)  # forward
-BACK = Tiles(4, 3, 4, 3, 1)
+AHEAD = Tiles(8, 8, 2)  # forward
+BACK = Tiles(64, 4, 2)
 
 
-def _pieces(tokens: int, sequences: int, packed: bool, wanted: int) -> tuple[int, int]:
-    """The tokens of a piece, and the number of all pieces, unused numbers too: about as many as wanted."""
-    if packed:
-        length = max(-(-tokens // max(wanted - sequences, -(-wanted // 2), 1)), SHORTEST)
-        return length, tokens // length + sequences
-    length = max(-(-tokens // max(wanted // max(sequences, 1), 1)), SHORTEST)
-    return length, sequences * max(-(-tokens // length), 1)
+def _count(tokens: int, sequences: int, packed: bool, length: int) -> int:
+    """All pieces of this length, unused numbers too."""
+    return tokens // length + sequences if packed else sequences * max(-(-tokens // length), 1)
 
 
 def apart(x: torch.Tensor) -> int:
@@ -54,15 +49,9 @@ def _facts(x: torch.Tensor, weight: torch.Tensor, bias: Maybe, activation: str |
     bias = weight if bias is None else bias
     return {
         "C": x.shape[2], "WIDTH": weight.shape[1], "SILU": activation == "silu", "HALF": x.dtype == torch.float16,
-        "FILTER": CTYPE[weight.dtype], "BIAS": CTYPE[bias.dtype], "GROUP": tiles.group, "AHEAD": tiles.ahead,
-        "WARPS": tiles.warps, "BLOCKS": tiles.blocks, "block": tiles.warps * LANES,
+        "FILTER": CTYPE[weight.dtype], "BIAS": CTYPE[bias.dtype], "HIGH": tiles.rows, "GROUP": tiles.group,
+        "AHEAD": tiles.ahead, "WARPS": tiles.warps, "BLOCKS": tiles.blocks, "block": tiles.warps * LANES,
     }  # fmt: skip
-
-
-def _slots(x: torch.Tensor, tiles: Tiles) -> tuple[int, int]:
-    """Blocks that lie across a row, and those along time that run at once."""
-    across = -(-x.shape[2] // (LANES * CHANNELS))
-    return across, max(device.of(x).multiprocessors * tiles.blocks // max(across, 1), 1)
 
 
 def forward(
@@ -70,12 +59,11 @@ def forward(
     activation: str | None,
 ) -> None:  # fmt: skip
     sequences, tokens = x.shape[0] if ends is None else ends.numel() - 1, x.shape[1]
-    across, slots = _slots(x, AHEAD)
-    length, count = _pieces(tokens, sequences, ends is not None, slots * AHEAD.warps * AHEAD.rounds)
-    shared = AHEAD.warps * LANES * ROW * AHEAD.group * AHEAD.ahead
+    across = -(-x.shape[2] // (LANES * CHANNELS))
+    count = _count(tokens, sequences, ends is not None, AHEAD.rows * AHEAD.warps)
     launch(
-        FORWARD, (across * -(-count // AHEAD.warps),), y, x, weight, bias, first, last, ends, tokens, sequences, length,
-        count, apart(x), **_facts(x, weight, bias, activation, AHEAD), shared=shared,
+        FORWARD, (across * count,), y, x, weight, bias, first, last, ends, tokens, sequences, apart(x),
+        **_facts(x, weight, bias, activation, AHEAD),
     )  # fmt: skip
 
 
@@ -86,9 +74,10 @@ def backward(
     """add_up: writes the gradients of weight and bias from the programs' parts."""
     dy = dy.clone(memory_format=torch.contiguous_format) if dy.data_ptr() % ROW else dy.contiguous()
     sequences, tokens = x.shape[0] if ends is None else ends.numel() - 1, x.shape[1]
-    across, slots = _slots(x, BACK)
-    length, count = _pieces(tokens, sequences, ends is not None, slots * BACK.warps * BACK.rounds)
-    blocks, parts = min(slots, -(-count // BACK.warps)), None
+    across = -(-x.shape[2] // (LANES * CHANNELS))
+    count = _count(tokens, sequences, ends is not None, BACK.rows)
+    most = max(device.of(x).multiprocessors * BACK.blocks // max(across, 1), 1)
+    blocks, parts = min(most, -(-count // BACK.warps)), None
     if dweight is not None:
         shape = blocks, weight.shape[1] + 1, weight.shape[0]
         parts = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -97,7 +86,7 @@ def backward(
     facts = _facts(x, weight, bias, activation, BACK) | {"PDL": early(device.of(x))["PDL"] and parts is not None}
     launch(
         BACKWARD, (across * blocks,), dx, parts, dfirst, dy, dlast, x, weight, bias, first, ends, tokens, sequences,
-        length, count, apart(x), **facts, shared=shared,
+        BACK.rows, count, apart(x), **facts, shared=shared,
     )  # fmt: skip
     if parts is not None:
         add_up(dweight, dbias, parts)

@@ -10,7 +10,6 @@
 
 #include "early.cuh"
 
-
 constexpr int CHANNELS = 8, PAST = WIDTH - 1, LANES = 32, SPAN = LANES * CHANNELS, PACK = 2 * CHANNELS;
 #if HALF
 using Element = __half;
@@ -154,17 +153,28 @@ struct Ring {
 __device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory"); }
 
-// The input of `back` tokens before row t: of the state before the sequence where it begins later.
-__device__ inline void input(const Element* x, long long step, const Element* first, const Piece& piece, int at, int channel,
-                             float (&to)[CHANNELS]) {
-    if (at >= piece.begin) {
-        unpack(*reinterpret_cast<const Pack*>(x + at * step + channel), to);
-        return;
-    }
+__device__ inline Pack row_at(const Element* from) {
+    return *reinterpret_cast<const Pack*>(from);
+}
+
+// The entry of a state for the token `ahead` of the one after the state, for the first of a thread's channels.
+__device__ inline long long entry(const Piece& piece, int channel, int ahead) {
+    return ((long long)piece.sequence * C + channel) * WIDTH + WIDTH + ahead;
+}
+
+// The inputs of a token before the sequence: those of the state before it, or zeros.
+__device__ inline void older(const Element* first, const Piece& piece, int at, int channel, float (&to)[CHANNELS]) {
 #pragma unroll
     for (int c = 0; c < CHANNELS; ++c)
-        to[c] = first ? (float)first[((long long)piece.sequence * C + channel + c) * WIDTH + WIDTH + (at - piece.begin)]
-                      : 0.f;
+        to[c] = first ? (float)first[entry(piece, channel, at - piece.begin) + c * WIDTH] : 0.f;
+}
+
+__device__ inline void input(const Element* x, long long step, const Element* first, const Piece& piece, int at,
+                             int channel, float (&to)[CHANNELS]) {
+    if (at >= piece.begin)
+        unpack(row_at(x + at * step + channel), to);
+    else
+        older(first, piece, at, channel, to);
 }
 
 template <int N>
@@ -175,31 +185,42 @@ __device__ inline void rotate(float (&rows)[N][CHANNELS]) {
         for (int c = 0; c < CHANNELS; ++c) rows[j][c] = rows[j + 1][c];
 }
 
+// A warp has HIGH rows of the block's piece of HIGH x WARPS. All its loads are in flight together; the inputs before
+// its first row are also another warp's, and come from the nearest cache.
 extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
-    conv_forward(Element* y, const Element* x, const FILTER* weight, const BIAS* bias, const Element* first,
-                 Element* last, const int* ends, int tokens, int sequences, int length, int count, long long X) {
-    extern __shared__ char memory[];
+    conv_forward(Element* __restrict__ y, const Element* __restrict__ x, const FILTER* __restrict__ weight,
+                 const BIAS* __restrict__ bias, const Element* first, Element* last, const int* ends, int tokens,
+                 int sequences, long long X) {
     constexpr int ACROSS = (C + SPAN - 1) / SPAN;
-    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, number = blockIdx.x / ACROSS * WARPS + warp;
+    const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const int channel = blockIdx.x % ACROSS * SPAN + lane * CHANNELS;
-    if (number >= count || channel >= C) return;
-    const Piece piece(ends, tokens, sequences, length, number);
-    const int rows = piece.last - piece.first;
-    Ring ring(x + piece.first * X + channel, X,
-              (unsigned)__cvta_generic_to_shared(memory) + warp * Ring::ROWS * LANES * PACK + lane * PACK);
+    if (channel >= C) return;
+    const Piece piece(ends, tokens, sequences, HIGH * WARPS, blockIdx.x / ACROSS);
+    const int begin = piece.first + warp * HIGH, rows = piece.last - begin;
+    const Element* from = x + (begin - PAST) * X + channel;
+    Pack raw[PAST + HIGH];
+    const bool whole = begin - PAST >= piece.begin && rows >= HIGH;
+    if (whole) {
 #pragma unroll
-    for (int s = 0; s < AHEAD; ++s) {
+        for (int i = 0; i < PAST + HIGH; ++i, from += X) raw[i] = row_at(from);
+    } else {
 #pragma unroll
-        for (int i = 0; i < GROUP; ++i) ring.copy(s * GROUP + i, s * GROUP + i < rows);
-        commit();
+        for (int i = 0; i < PAST + HIGH; ++i, from += X) {
+            raw[i] = {};
+            if (i - PAST < rows && begin + i - PAST >= piece.begin) raw[i] = row_at(from);
+        }
     }
     const Filters filters(weight, bias, channel);
     float past[WIDTH][CHANNELS];
 #pragma unroll
-    for (int j = 0; j < PAST; ++j) input(x, X, first, piece, piece.first + j - PAST, channel, past[j]);
-    Element* to = y + (long long)piece.first * C + channel;
-    const auto step = [&](int slot, bool store) {
-        unpack(ring.row(slot), past[PAST]);
+    for (int j = 0; j < PAST; ++j) {
+        unpack(raw[j], past[j]);
+        if (first && begin + j - PAST < piece.begin) older(first, piece, begin + j - PAST, channel, past[j]);
+    }
+    Element* to = y + (long long)begin * C + channel;
+#pragma unroll
+    for (int i = 0; i < HIGH; ++i, to += C) {
+        unpack(raw[PAST + i], past[PAST]);
         float z[CHANNELS];
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
@@ -208,74 +229,88 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
             for (int j = 0; j < WIDTH; ++j) z[c] = fmaf(filters.tap[j][c], past[j][c], z[c]);
             if (SILU) z[c] *= inverse_quick(fmaf(exp2_quick(z[c]), UNIT, UNIT));
         }
-        if (store) *reinterpret_cast<Pack*>(to) = packed(z);
-        to += C;
+        if (whole || i < rows) *reinterpret_cast<Pack*>(to) = packed(z);
         rotate(past);
-    };
-    int slot = 0;
-    for (int r = 0; r < rows; r += GROUP) {
-        arrived();
-        if (r + GROUP <= rows) {
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) step(slot + i, true);
-        } else
-            for (int i = 0; r + i < rows; ++i) step(slot + i, true);
-        if (r + Ring::ROWS + GROUP <= rows) {
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) ring.copy(slot + i);
-        } else
-            for (int i = 0; i < GROUP; ++i) ring.copy(slot + i, r + Ring::ROWS + i < rows);
-        commit();
-        slot = slot + GROUP == Ring::ROWS ? 0 : slot + GROUP;
     }
-    if (last && piece.last == piece.end && (rows || piece.begin == piece.end)) {
+    if (last && warp == 0 && piece.last == piece.end && (piece.first < piece.last || piece.begin == piece.end)) {
         float kept[WIDTH][CHANNELS];
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) input(x, X, first, piece, piece.end - WIDTH + j, channel, kept[j]);
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j)
 #pragma unroll
-            for (int c = 0; c < CHANNELS; ++c)
-                last[((long long)piece.sequence * C + channel + c) * WIDTH + j] = (Element)kept[j][c];
+            for (int c = 0; c < CHANNELS; ++c) last[entry(piece, channel, j - WIDTH) + c * WIDTH] = (Element)kept[j][c];
     }
 }
 
-// A block's warps walk through pieces of the same channels: pieces i, i + n, ... of all for warp i of n.
+// Copies rows of x and of dy into a thread's rings, a group at a time, through all pieces of a warp.
+struct Copies {
+    Ring inputs, slopes;
+    Piece piece;
+    int number, row, end, seen;
+
+    __device__ void open(const Element* x, const Element* dy, long long X, int channel) {
+        const int rows = piece.last - piece.first;
+        row = -GROUP, end = rows ? rows + PAST : row, seen = min(piece.end - piece.first, rows + PAST);
+        inputs.from = x + (piece.first + row) * X + channel;
+        slopes.from = dy + (piece.first + row) * (long long)C + channel;
+    }
+    __device__ void group(int slot) {
+        if (__builtin_expect(row >= 0 && row + GROUP <= seen, 1)) {
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) inputs.copy(slot + i), slopes.copy(slot + i);
+        } else {
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+                const int at = row + i;
+                inputs.copy(slot + i, at >= -PAST && at < seen && piece.first + at >= piece.begin);
+                slopes.copy(slot + i, at >= 0 && at < seen);
+            }
+        }
+        row += GROUP;
+    }
+};
+
+// A block's warps walk through pieces of the same channels: pieces i, i + n, ... of all for warp i of n. A piece's
+// first group has the inputs before it, and the rows after it end its last gradients.
 extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
     conv_backward(Element* dx, float* parts, Element* dfirst, const Element* dy, const Element* dlast, const Element* x,
                   const FILTER* weight, const BIAS* bias, const Element* first, const int* ends, int tokens,
                   int sequences, int length, int count, long long X) {
+    static_assert(GROUP > PAST);
     extern __shared__ char memory[];
     constexpr int ACROSS = (C + SPAN - 1) / SPAN;
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, block = blockIdx.x / ACROSS;
-    const int channel = blockIdx.x % ACROSS * SPAN + lane * CHANNELS;
+    const int channel = blockIdx.x % ACROSS * SPAN + lane * CHANNELS, stride = gridDim.x / ACROSS * WARPS;
     const bool here = channel < C;
     const unsigned place = (unsigned)__cvta_generic_to_shared(memory) + warp * 2 * Ring::ROWS * LANES * PACK + lane * PACK;
     float totals[WIDTH + 1][CHANNELS] = {};
     const Filters filters(weight, bias, here ? channel : 0);
-    for (int number = block * WARPS + warp; here && number < count; number += gridDim.x / ACROSS * WARPS) {
-        const Piece piece(ends, tokens, sequences, length, number);
-        const int rows = piece.last - piece.first, seen = min(piece.end - piece.first, rows + PAST);
-        Ring inputs(x + piece.first * X + channel, X, place);
-        Ring slopes(dy + (long long)piece.first * C + channel, C, place + Ring::ROWS * LANES * PACK);
-#pragma unroll
-        for (int s = 0; s < AHEAD; ++s) {
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) {
-                inputs.copy(s * GROUP + i, s * GROUP + i < seen);
-                slopes.copy(s * GROUP + i, s * GROUP + i < seen);
-            }
-            commit();
+    const int own = here ? block * WARPS + warp : count;
+    const auto piece_of = [&](int number) { return Piece(ends, tokens, sequences, length, number); };
+    Copies ahead{{x, X, place}, {dy, C, place + Ring::ROWS * LANES * PACK}, piece_of(own < count ? own : 0), own};
+    if (own < count) ahead.open(x, dy, X, channel);
+    const auto advance = [&](int slot) {
+        while (ahead.number < count && ahead.row >= ahead.end) {
+            ahead.number += stride;
+            if (ahead.number < count) ahead.piece = piece_of(ahead.number), ahead.open(x, dy, X, channel);
         }
+        if (ahead.number < count) ahead.group(slot);
+        commit();
+    };
+#pragma unroll 1
+    for (int s = 0; s < AHEAD; ++s) advance(s * GROUP);
+    int slot = 0;
+    for (int number = own; number < count; number += stride) {
+        const Piece piece = piece_of(number);
+        const int rows = piece.last - piece.first;
         float past[WIDTH][CHANNELS], pending[WIDTH][CHANNELS] = {};
-#pragma unroll
-        for (int j = 0; j < PAST; ++j) input(x, X, first, piece, piece.first + j - PAST, channel, past[j]);
         Element* to = dx + (piece.first - PAST) * (long long)C + channel;
         // Row r, whose gradient ends that of row r - PAST.
         const auto step = [&](int slot, bool counts) {
             float dz[CHANNELS];
-            unpack(inputs.row(slot), past[PAST]);
-            unpack(slopes.row(slot), dz);
+            unpack(ahead.inputs.row(slot), past[PAST]);
+            unpack(ahead.slopes.row(slot), dz);
 #pragma unroll
             for (int c = 0; c < CHANNELS; ++c) {
                 if (SILU) {
@@ -289,62 +324,65 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
                 pending[PAST][c] = 0;
 #pragma unroll
                 for (int j = 0; j < WIDTH; ++j) pending[j][c] = fmaf(filters.tap[j][c], dz[c], pending[j][c]);
-                if (counts) {
+            }
+            if (counts)
+#pragma unroll
+                for (int c = 0; c < CHANNELS; ++c) {
 #pragma unroll
                     for (int j = 0; j < WIDTH; ++j) totals[j][c] = fmaf(dz[c], past[j][c], totals[j][c]);
                     totals[WIDTH][c] += dz[c];
                 }
-            }
         };
-        // A row at either end of the piece.
-        const auto careful = [&](int slot, int r) {
-            step(slot, r < rows);
-            float (&value)[CHANNELS] = pending[0];
-            const int at = piece.first + r - PAST;
-            const long long state = ((long long)piece.sequence * C + channel) * WIDTH + WIDTH;
-            if (dlast && at >= piece.end - WIDTH && at < piece.end)
-#pragma unroll
-                for (int c = 0; c < CHANNELS; ++c) value[c] += (float)dlast[state + c * WIDTH + (at - piece.end)];
-            if (r >= PAST && r < rows + PAST) *reinterpret_cast<Pack*>(to) = packed(value);
-            if (dfirst && r < PAST && piece.first == piece.begin)
-#pragma unroll
-                for (int c = 0; c < CHANNELS; ++c) dfirst[state + c * WIDTH + (at - piece.begin)] = (Element)value[c];
+        const auto shift = [&] {
             to += C;
             rotate(past), rotate(pending);
         };
-        int slot = 0;
-        const int plain = dlast ? rows - WIDTH : rows;
-        for (int r = 0; r < rows + PAST; r += GROUP) {
+        const int plain = dlast ? rows - WIDTH : rows;  // rows that meet no gradient of the state after the sequence
+        for (int r = rows ? -GROUP : rows + PAST; r < rows + PAST; r += GROUP) {
             arrived();
             if (__builtin_expect(r >= PAST && r + GROUP <= plain, 1)) {
 #pragma unroll
                 for (int i = 0; i < GROUP; ++i) {
                     step(slot + i, true);
                     *reinterpret_cast<Pack*>(to) = packed(pending[0]);
-                    to += C;
-                    rotate(past), rotate(pending);
+                    shift();
                 }
-            } else
-#pragma unroll 1
-                for (int i = 0; i < GROUP; ++i) careful(slot + i, r + i);
-            if (__builtin_expect(r + Ring::ROWS + GROUP <= seen, 1)) {
+            } else if (r < 0) {
 #pragma unroll
-                for (int i = 0; i < GROUP; ++i) inputs.copy(slot + i), slopes.copy(slot + i);
-            } else
-#pragma unroll 1
-                for (int i = 0; i < GROUP; ++i) {
-                    const bool more = r + Ring::ROWS + i < seen;
-                    inputs.copy(slot + i, more), slopes.copy(slot + i, more);
+                for (int i = GROUP - PAST; i < GROUP; ++i) {
+                    float(&row)[CHANNELS] = past[i - GROUP + PAST];
+                    unpack(ahead.inputs.row(slot + i), row);
+                    const int at = piece.first + r + i;
+                    if (first && at < piece.begin) older(first, piece, at, channel, row);
                 }
-            commit();
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < GROUP && r + i < rows + PAST; ++i) {
+                    step(slot + i, r + i < rows);
+                    float(&value)[CHANNELS] = pending[0];
+                    const int at = piece.first + r + i - PAST;
+                    if (dlast && at >= piece.end - WIDTH && at < piece.end)
+#pragma unroll
+                        for (int c = 0; c < CHANNELS; ++c)
+                            value[c] += (float)dlast[entry(piece, channel, at - piece.end) + c * WIDTH];
+                    if (r + i >= PAST) *reinterpret_cast<Pack*>(to) = packed(value);
+                    if (dfirst && r + i < PAST && piece.first == piece.begin)
+#pragma unroll
+                        for (int c = 0; c < CHANNELS; ++c)
+                            dfirst[entry(piece, channel, at - piece.begin) + c * WIDTH] = (Element)value[c];
+                    shift();
+                }
+            }
+            advance(slot);
             slot = slot + GROUP == Ring::ROWS ? 0 : slot + GROUP;
         }
-        if (dfirst && piece.first == piece.begin)  // its oldest input meets no token, and is kept only where none follows
+        if (dfirst && piece.first == piece.begin)  // its oldest input meets no token: kept only where none follows
+            for (int j = 0; j < (piece.begin == piece.end ? WIDTH : 1); ++j)
 #pragma unroll
-            for (int c = 0; c < CHANNELS; ++c) {
-                const long long spot = ((long long)piece.sequence * C + channel + c) * WIDTH;
-                dfirst[spot] = dlast && piece.begin == piece.end ? dlast[spot] : (Element)0.f;
-            }
+                for (int c = 0; c < CHANNELS; ++c) {
+                    const long long spot = entry(piece, channel, j - WIDTH) + c * WIDTH;
+                    dfirst[spot] = dlast && piece.begin == piece.end ? dlast[spot] : (Element)0.f;
+                }
     }
     let_next_come();
     if (!parts) return;
