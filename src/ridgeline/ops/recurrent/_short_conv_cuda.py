@@ -21,8 +21,8 @@ INPUTS = 8  # of the backward launcher, which begin with the gradients of y and 
 
 
 class Tiles(NamedTuple):
-    """rows: of a warp's piece. warps: of a block. blocks: on a multiprocessor. group, ahead: of backward, the rows of a
-    copy, and the copies in flight."""
+    """rows: of a warp's piece, at most. warps: of a block. blocks: on a multiprocessor. group, ahead: of backward, the
+    rows of a copy, and the copies in flight."""
 
     rows: int
     warps: int
@@ -31,8 +31,9 @@ class Tiles(NamedTuple):
     ahead: int = 2
 
 
-AHEAD = Tiles(8, 8, 2)  # forward
-BACK = Tiles(64, 4, 2)
+FORTH = Tiles(16, 4, 3)
+BACK = Tiles(128, 4, 2)
+SHORTEST = 32  # rows of a warp's piece in backward where there are fewer pieces than warps
 
 
 def _count(tokens: int, sequences: int, packed: bool, length: int) -> int:
@@ -60,10 +61,10 @@ def forward(
 ) -> None:  # fmt: skip
     sequences, tokens = x.shape[0] if ends is None else ends.numel() - 1, x.shape[1]
     across = -(-x.shape[2] // (LANES * CHANNELS))
-    count = _count(tokens, sequences, ends is not None, AHEAD.rows * AHEAD.warps)
+    count = _count(tokens, sequences, ends is not None, FORTH.rows * FORTH.warps)
     launch(
         FORWARD, (across * count,), y, x, weight, bias, first, last, ends, tokens, sequences, apart(x),
-        **_facts(x, weight, bias, activation, AHEAD),
+        **_facts(x, weight, bias, activation, FORTH),
     )  # fmt: skip
 
 
@@ -75,8 +76,11 @@ def backward(
     dy = dy.clone(memory_format=torch.contiguous_format) if dy.data_ptr() % ROW else dy.contiguous()
     sequences, tokens = x.shape[0] if ends is None else ends.numel() - 1, x.shape[1]
     across = -(-x.shape[2] // (LANES * CHANNELS))
-    count = _count(tokens, sequences, ends is not None, BACK.rows)
     most = max(device.of(x).multiprocessors * BACK.blocks // max(across, 1), 1)
+    length = BACK.rows
+    while length > SHORTEST and _count(tokens, sequences, ends is not None, length) < most * BACK.warps:
+        length //= 2
+    count = _count(tokens, sequences, ends is not None, length)
     blocks, parts = min(most, -(-count // BACK.warps)), None
     if dweight is not None:
         shape = blocks, weight.shape[1] + 1, weight.shape[0]
@@ -86,7 +90,7 @@ def backward(
     facts = _facts(x, weight, bias, activation, BACK) | {"PDL": early(device.of(x))["PDL"] and parts is not None}
     launch(
         BACKWARD, (across * blocks,), dx, parts, dfirst, dy, dlast, x, weight, bias, first, ends, tokens, sequences,
-        BACK.rows, count, apart(x), **facts, shared=shared,
+        length, count, apart(x), **facts, shared=shared,
     )  # fmt: skip
     if parts is not None:
         add_up(dweight, dbias, parts)

@@ -1,10 +1,11 @@
 // The short causal convolution in half precision: a thread walks along time through 8 neighbouring channels.
 //     z_t = bias + sum over j < WIDTH of w_j x_{t-WIDTH+1+j}          y = z or silu(z)
-// Rows come into shared memory several groups ahead by asynchronous copies. A thread copies only what it reads itself,
-// so it waits for its own copies and never for another thread, and no register holds a load in flight.
-// x's rows lie X elements apart over all sequences; dy, y, dx and weight are contiguous.
-// Macros: C channels, WIDTH, SILU, HALF (1: float16), GROUP rows of a copy, AHEAD groups in flight, WARPS of a block,
-// BLOCKS on a multiprocessor; FILTER and BIAS, the types of weight and bias.
+// Warps that run at the same time work on rows that are near each other in memory. Forward loads all rows of a warp at
+// once. Backward copies rows into shared memory some groups ahead: a thread copies only what it reads itself, so it
+// waits for its own copies and never for another thread, and no register holds a load in flight.
+// x's rows lie X elements apart over all sequences; dy, y, dx, weight and bias are contiguous.
+// Macros: C channels, WIDTH, SILU, HALF (1: float16), WARPS of a block, BLOCKS on a multiprocessor; FILTER and BIAS,
+// the types of weight and bias; forward's HIGH rows of a warp; backward's GROUP rows of a copy, AHEAD groups in flight.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -117,7 +118,7 @@ struct Piece {
     }
 };
 
-// A thread's own part of rows from `next` on, GROUP x AHEAD of them in shared memory.
+// A thread's own part of GROUP x AHEAD rows in shared memory, and where the next one comes from.
 struct Ring {
     static constexpr int ROWS = GROUP * AHEAD;
     const Element* from;
@@ -153,9 +154,7 @@ struct Ring {
 __device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ inline void arrived() { asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD - 1) : "memory"); }
 
-__device__ inline Pack row_at(const Element* from) {
-    return *reinterpret_cast<const Pack*>(from);
-}
+__device__ inline Pack row_at(const Element* from) { return *reinterpret_cast<const Pack*>(from); }
 
 // The entry of a state for the token `ahead` of the one after the state, for the first of a thread's channels.
 __device__ inline long long entry(const Piece& piece, int channel, int ahead) {
@@ -283,12 +282,13 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
     const int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, block = blockIdx.x / ACROSS;
     const int channel = blockIdx.x % ACROSS * SPAN + lane * CHANNELS, stride = gridDim.x / ACROSS * WARPS;
     const bool here = channel < C;
-    const unsigned place = (unsigned)__cvta_generic_to_shared(memory) + warp * 2 * Ring::ROWS * LANES * PACK + lane * PACK;
+    constexpr int RING = Ring::ROWS * LANES * PACK;
+    const unsigned place = (unsigned)__cvta_generic_to_shared(memory) + warp * 2 * RING + lane * PACK;
     float totals[WIDTH + 1][CHANNELS] = {};
     const Filters filters(weight, bias, here ? channel : 0);
     const int own = here ? block * WARPS + warp : count;
     const auto piece_of = [&](int number) { return Piece(ends, tokens, sequences, length, number); };
-    Copies ahead{{x, X, place}, {dy, C, place + Ring::ROWS * LANES * PACK}, piece_of(own < count ? own : 0), own};
+    Copies ahead{{x, X, place}, {dy, C, place + RING}, piece_of(own < count ? own : 0), own};
     if (own < count) ahead.open(x, dy, X, channel);
     const auto advance = [&](int slot) {
         while (ahead.number < count && ahead.row >= ahead.end) {
@@ -392,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(LANES* WARPS, BLOCKS)
 #pragma unroll
     for (int j = 0; j <= WIDTH; ++j)
 #pragma unroll
-        for (int c = 0; c < CHANNELS; ++c) sums[((warp * (WIDTH + 1) + j) * CHANNELS + c) * LANES + lane] = UNIT * totals[j][c];
+        for (int c = 0; c < CHANNELS; ++c)
+            sums[((warp * (WIDTH + 1) + j) * CHANNELS + c) * LANES + lane] = UNIT * totals[j][c];
     __syncthreads();
     for (int e = threadIdx.x; e < (WIDTH + 1) * SPAN; e += LANES * WARPS) {
         float sum = 0;
