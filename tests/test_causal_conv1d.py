@@ -97,6 +97,54 @@ def test_strided_inputs_and_filters(device: str) -> None:
     assert torch.equal(found, ridgeline.causal_conv1d(x, weight, bias, initial_state=state, impl="triton"))
 
 
+def halves(args: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [a.to(dtype) for a in args]
+
+
+def near(found: list[torch.Tensor], expected: list[torch.Tensor], eps: float) -> None:
+    """Results in half precision are a few roundings from those of the same numbers in float64."""
+    for n, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.isfinite().all(), n
+        error = (one.double() - other).norm() / other.norm().clamp(min=1e-3)
+        assert error < eps, f"result {n} is off by {error:.2e}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("width", "dtype", "activation"),
+    [(2, torch.bfloat16, "silu"), (3, torch.float16, None), (4, torch.bfloat16, "silu"), (4, torch.float16, "silu")],
+)
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 5, 63, 64, 65, 67, 500])
+def test_copies_ahead(T: int, width: int, dtype: torch.dtype, activation: str | None, device: str) -> None:
+    args = halves(inputs(3, T, width, 3, device), dtype)
+    exact = everything([a.double() for a in args], "naive", activation=activation)
+    near(everything(args, "cuda", activation=activation), exact, torch.finfo(dtype).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ends", [[0, 5, 5, 7, 16, 16, 24, 41], [0, 0, 8, 8, 8, 9], [0, 1, 2, 3], [0, 300, 301, 1000]])
+def test_copies_ahead_of_packed_sequences(ends: list[int], device: str) -> None:
+    args = halves(inputs(1, ends[-1], 4, len(ends) - 1, device), torch.bfloat16)
+    given = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
+    exact = everything([a.double() for a in args], "naive", **given)
+    near(everything(args, "cuda", **given), exact, 2**-7)
+
+
+@pytest.mark.gpu
+def test_copies_ahead_of_many_rows(device: str) -> None:
+    """Pieces of the full length, several a warp, in slices of a projection, with filters in float32; and reruns."""
+    x, weight, bias, _ = inputs(40, 700, 4, 40, device)
+    wide = torch.cat([x] * 27, 2)[:, :, C : C + 1032].bfloat16().requires_grad_()
+    x, taps, bias = wide, *[torch.cat([t] * 26)[:1032].requires_grad_() for t in (weight, bias)]
+    dy = torch.randn_like(x)
+    found = [
+        (y := ridgeline.causal_conv1d(x, taps, bias, impl=impl), *torch.autograd.grad(y, (x, taps, bias), dy))
+        for impl in ("cuda", "cuda", "triton")
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True))
+    near(list(found[0]), [t.double() for t in found[2]], 2**-8)
+
+
 def test_reruns_give_the_same_bits(device: str) -> None:
     args = inputs(2, 37, 4, 2, device)
     runs = [everything(args, "triton") for _ in range(2)]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ridgeline.tiles.activations import quick_sigmoid, silu, silu_slope
 
@@ -290,3 +291,25 @@ def conv_backward(dx, sums, dy, x, filters, windows, dwindows, pieces, C, shape:
         for j in tl.static_range(WIDTH + 1):
             spot = (own.to(tl.int64) * (WIDTH + 1) + j) * C
             tl.store(sums.parts + spot + channels, totals[j], mask=here)
+
+
+@triton.jit
+def conv_sums(dweight, dbias, parts, programs, C, WIDTH: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+              PDL: tl.constexpr):  # fmt: skip
+    """Adds up what programs left of the gradients of one tap, or of the bias, for BC channels."""
+    if PDL:
+        gdc_wait()
+    blocks = tl.cdiv(C, BC)
+    j = tl.program_id(0) // blocks
+    channels = tl.program_id(0) % blocks * BC + tl.arange(0, BC)
+    here = channels < C
+    total = tl.zeros([BP, BC], tl.float32)
+    for first in range(0, programs, BP):
+        part = first + tl.arange(0, BP)
+        at = (part.to(tl.int64) * (WIDTH + 1) + j) * C
+        total += tl.load(parts + at[:, None] + channels[None, :], mask=(part < programs)[:, None] & here, other=0.0)
+    found = tl.sum(total, 0)
+    if j < WIDTH:
+        tl.store(dweight + channels * WIDTH + j, found.to(dweight.dtype.element_ty), mask=here)
+    elif dbias is not None:
+        tl.store(dbias + channels, found.to(dbias.dtype.element_ty), mask=here)

@@ -11,6 +11,7 @@ Source: Gu and Dao, Mamba, 2023 (arXiv:2312.00752).
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ import torch.nn.functional as F
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import INTERPRETED, Function, differentiate, first_order, kernel_op, launch, tracing
+from ridgeline.boundary import INTERPRETED, Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
+from ridgeline.ops.recurrent import _short_conv_cuda
 from ridgeline.ops.recurrent._calls import Found, stepped
 from ridgeline.ops.recurrent._short_conv import (
     Filters,
@@ -31,6 +33,7 @@ from ridgeline.ops.recurrent._short_conv import (
     Windows,
     conv_backward,
     conv_forward,
+    conv_sums,
 )
 from ridgeline.select import by_kind, eager, run
 
@@ -94,17 +97,33 @@ def launch_fwd(
 
 
 def launch_bwd(
-    dx: torch.Tensor, parts: Maybe, dfirst: Maybe, dy: torch.Tensor, dlast: Maybe, x: torch.Tensor,
+    dx: torch.Tensor, dweight: Maybe, dbias: Maybe, dfirst: Maybe, dy: torch.Tensor, dlast: Maybe, x: torch.Tensor,
     weight: torch.Tensor, bias: Maybe, first: Maybe, ends: Maybe, activation: str | None,
 ) -> None:  # fmt: skip
-    gpu, C = device.of(x), x.shape[2]
-    pieces, chosen = _pieces(x, ends, _length(gpu)), tiles(gpu)
-    form = _shape(x, weight.shape[1], activation, pieces, chosen.channels, chosen.backward)
+    gpu, (C, width) = device.of(x), weight.shape
+    pieces, chosen, parts = _pieces(x, ends, _length(gpu)), tiles(gpu), None
+    form = _shape(x, width, activation, pieces, chosen.channels, chosen.backward)
     filters = Filters(weight, weight.stride(0), weight.stride(1), bias)
-    programs = pieces.count if parts is None else parts.shape[0]
+    programs = pieces.count
+    if dweight is not None:
+        most = max(gpu.multiprocessors * chosen.programs // max(-(-C // chosen.channels), 1), 1)
+        rounds = max(-(-programs // most), 1)
+        programs = max(-(-programs // rounds), 1)  # no more than these rounds need, so that all have as many pieces
+        parts = torch.empty((programs, width + 1, C), dtype=torch.float32, device=x.device)
     launch(
         conv_backward, (-(-C // form.BC) * programs,), _line(dx), Sums(parts), _line(dy), _line(x), filters,
         Windows(first, None), Windows(dfirst, dlast), pieces, C, shape=form, num_warps=chosen.warps,
+    )  # fmt: skip
+    if parts is not None:
+        add_up(dweight, dbias, parts)
+
+
+def add_up(dweight: Maybe, dbias: Maybe, parts: torch.Tensor) -> None:
+    """Writes the gradients of weight and bias from their parts, (programs, width + 1, C) in float32."""
+    programs, rows, C = parts.shape
+    launch(
+        conv_sums, (rows * -(-C // 64),), dweight, dbias, parts, programs, C, WIDTH=rows - 1, BP=16, BC=64,
+        num_warps=4, **early(device.of(parts)),
     )  # fmt: skip
 
 
@@ -147,22 +166,13 @@ def _backward(
     """The gradients of x, weight (bit 0 of `need`), bias (bit 1) and the first state; empty where there is none."""
     dy = dy if dy.stride(-1) == 1 else dy.contiguous()
     dlast = dlast if dlast is None or dlast.is_contiguous() else dlast.contiguous()
-    gpu, (C, width) = device.of(x), weight.shape
+    C, width = weight.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dfirst = None if first is None else torch.empty(first.shape, dtype=first.dtype, device=x.device)
-    parts = None
-    if need:
-        chosen, pieces = tiles(gpu), 1 if tracing() else _pieces(x, ends, _length(gpu)).count
-        most = max(gpu.multiprocessors * chosen.programs // max(-(-C // chosen.channels), 1), 1)
-        rounds = max(-(-pieces // most), 1)
-        programs = max(-(-pieces // rounds), 1)  # no more than these rounds need, so that all have as many pieces
-        parts = torch.empty((programs, width + 1, C), dtype=torch.float32, device=x.device)
-    run(OP, "bwd", impl, (dx, parts, dfirst), dy, dlast, x, weight, bias, first, ends, activation)
-    dweight = dbias = None
-    if parts is not None:
-        sums = parts.sum(0)
-        dweight = sums[:width].t().contiguous().to(weight.dtype)
-        dbias = None if bias is None else sums[width].to(bias.dtype, copy=True)
+    # Contiguous, whatever the filters' own strides are.
+    dweight = torch.empty((C, width), dtype=weight.dtype, device=x.device) if need else None
+    dbias = None if bias is None or not need else torch.empty(C, dtype=bias.dtype, device=x.device)
+    run(OP, "bwd", impl, (dx, dweight, dbias, dfirst), dy, dlast, x, weight, bias, first, ends, activation)
     made = dx, dweight, dbias, dfirst
     return tuple([torch.empty(0, dtype=x.dtype, device=x.device) if t is None else t for t in made])
 
@@ -407,4 +417,17 @@ OP.kernel(
     supports=_refusal,
     served=True,
     gain=2.0,
+)
+OP.kernel(
+    "cuda",
+    "16 bytes a thread, copied rows ahead into shared memory that no other thread reads",
+    kind="cuda",
+    fwd=_short_conv_cuda.forward,
+    bwd=partial(_short_conv_cuda.backward, add_up=add_up),
+    supports=_short_conv_cuda.unfit,
+    unless=_short_conv_cuda.too_few,
+    dtypes=("float16", "bfloat16"),
+    arch=80,
+    served=True,
+    gain=1.1,
 )
