@@ -1,4 +1,4 @@
-"""The delta rule's Gluon kernel for Hopper: which calls it serves, and on a GPU its results and bits."""
+"""The delta rule's Gluon kernels for Hopper: which calls they serve, and on a GPU their results and bits."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ FACTOR = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 
 
 def started(card: str, dtype: torch.dtype = torch.bfloat16, D: int = 128, gate: int = 1, step: int = 0) -> set[str]:
-    """The names of the kernels of a forward pass on that card; rows of v are `step` elements longer than D."""
+    """The names of the kernels of a backward pass on that card; rows of v are `step` elements longer than D."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
-    q, k, o = (empty(8, 4096, 16, D) for _ in range(3))
+    q, k, do, dq, dk, dv = (empty(8, 4096, 16, D) for _ in range(6))
     v = empty(8, 4096, 16, D + step)[..., :D]
     g, beta = empty(8, 4096, 16, *([D] if gate == 2 else [])), empty(8, 4096, 16)
-    last = empty(8, 16, D, D, kind=torch.float32)
+    dg, dbeta = (empty(*t.shape, kind=torch.float32) for t in (g, beta))
     seen: list[boundary.Launch] = []
     with devices.pretend(card), boundary.observe(seen.append):
-        _delta_chunks.delta_fwd(o, last, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
+        made = dq, dk, dv, dg, dbeta, None, None, None
+        _delta_chunks.delta_bwd(*made, do, None, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
     return {launch.kernel.__name__ for launch in seen}
 
 
 def test_calls_that_they_serve() -> None:
     """Half precision with 128 channels and columns, a gate per head, and rows that TMA takes, on Hopper."""
-    ours = {"pairs_by_token", "walk_chunks"}
+    ours = {"pairs_by_token", "walk_chunks", "chunk_gradients"}
+    half = {"pairs_by_token", "walk_chunks", "gradients_by_token"}
     for card in ("h100", "h200"):
         assert started(card) == ours
-    assert started("h200", torch.float16) == ours
+    assert started("h200", torch.float16) == half
     assert started("h200", step=8) == ours
-    others = {"pairs_by_token", "chain_states"}
+    others = {"pairs_by_token", "chain_states", "chain_gradients", "gradients_by_token"}
     assert started("h200", step=4) == others
     assert started("h200", torch.float32) == others
     assert started("h200", D=64) == others

@@ -41,7 +41,9 @@ class Matrices(NamedTuple):
     read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
-    decays: Any  # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta
+    # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta; with a gate
+    # per token a fifth row: the gates' sums since the chunk began, times log2(e)
+    decays: Any
     whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
     width: Any  # columns of the tensor whose rows hold L and P, with a gate per token
 
@@ -413,7 +415,7 @@ def keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 
 @triton.jit
 def keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.constexpr):
-    place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+    place = matrices.decays + spot * ((5 if form.GATE == 1 else 4) * form.C) + tl.arange(0, form.C)
     tl.store(place, of_q)
     tl.store(place + form.C, of_a)
     tl.store(place + 2 * form.C, of_b)
@@ -442,6 +444,7 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
     factor = beta_of(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
     keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
+    tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), tl.cumsum(g, 0) * 1.4426950408889634)
     weights = _apart(g, form) * shrink_k[None, :]
     place, step = _squares(matrices, packing, n, h, start, spot, form)
     at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
@@ -530,7 +533,7 @@ def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
     """What the rows of a chunk are multiplied by in the chains, and what the state is."""
     of_q, of_a, of_b, factor = 1.0, 1.0, 1.0, 1.0
     if not form.LOW:
-        place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+        place = matrices.decays + spot * ((5 if form.GATE == 1 else 4) * form.C) + tl.arange(0, form.C)
         of_q, of_a, of_b = tl.load(place), tl.load(place + form.C), tl.load(place + 2 * form.C)
         of_q, of_a, of_b, factor = of_q[None, :], of_a[None, :], of_b[None, :], tl.load(place + 3 * form.C)[None, :]
     if form.GATE == 1:
