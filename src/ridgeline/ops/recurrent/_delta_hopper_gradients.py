@@ -308,8 +308,9 @@ def _chunk(
     rows = gl.arange(0, C, gl.SliceLayout(1, sums_layout(C)))
     gl.store(numbers.dg + token * numbers.heads + h + rows * numbers.heads, dg, mask=rows < left)
     tma.store_wait(0)
-    u._keep_alive()  # no other numbers may lie where products and copies still read
+    u._keep_alive()  # no numbers of sums may lie where products and copies still read
     q._keep_alive()
+    k._keep_alive()
     given._keep_alive()
     before._keep_alive()
 
