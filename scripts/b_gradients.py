@@ -316,6 +316,7 @@ def _chunk(
     k._keep_alive()
     given._keep_alive()
     before._keep_alive()
+    ready._keep_alive()
 
 
 @gluon.jit(do_not_specialize=["scale"])

@@ -26,10 +26,14 @@ def using(serve=True, chunks=None, span=None):
     version[0] -= 1
     tuning.version = version[0]
     if not serve: hopper.serves = lambda call: False
-    if chunks is not None: hopper.chunk_gradients = chunks
+    started = hopper.launch
+    if chunks is not None:
+        hopper.chunk_gradients = chunks
+        warps = getattr(sys.modules[chunks.fn.__module__], "WARPS", 4)
+        hopper.launch = lambda kernel, *a, **k: started(kernel, *a, **(k | (({"num_warps": warps} | ({"maxnreg": 128} if warps == 8 else {})) if kernel is chunks else {})))
     if span is not None: dc.span = lambda *_: span
     try: yield
-    finally: hopper.serves, hopper.chunk_gradients, dc.span = saved
+    finally: hopper.launch = started; hopper.serves, hopper.chunk_gradients, dc.span = saved
 
 def grads(args, do, **kw):
     leaves = [a.clone().requires_grad_() for a in args]

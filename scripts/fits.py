@@ -8,6 +8,10 @@ from dataclasses import replace
 mod = importlib.import_module("ridgeline.ops.recurrent.gated_delta_rule")
 if sys.argv[1] != "src":
     hopper.chunk_gradients = importlib.import_module(sys.argv[1]).chunk_gradients
+    module = importlib.import_module(sys.argv[1])
+    if hasattr(module, "WARPS"):
+        started = hopper.launch
+        hopper.launch = lambda kernel, *a, **k: started(kernel, *a, **(k | ({"num_warps": module.WARPS, "maxnreg": 128} if kernel is module.chunk_gradients else {})))
 op = mod.OP
 want = sys.argv[3] if len(sys.argv) > 3 else "8x4096x16x128 per head"
 dtype = sys.argv[2] if len(sys.argv) > 2 else "bfloat16"

@@ -63,35 +63,34 @@ def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr):
     COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     i, j = gl.arange(0, C, ROW)[:, None], gl.arange(0, C, COLUMN)[None, :]
     none = gl.zeros([C, C], gl.float32, LAYOUT)
-    decay = gl.load(decays + 4 * C + gl.arange(0, C, ROW))[:, None]
-    apart = decay - gl.load(decays + 4 * C + gl.arange(0, C, COLUMN))[None, :]
     beta, of_k = decays + 3 * C, lengths + C
-    row, column = _numbers(beta, of_k, ROW, NORMALIZE), _numbers(beta, of_k, COLUMN, NORMALIZE)
-    of_row = _over_length(scale, lengths, ROW, NORMALIZE)[:, None]
-    of_column = _over_length(scale, lengths, COLUMN, NORMALIZE)[None, :]
     mbarrier.wait(ready.index(0), 0)
     found = warpgroup_mma(do, u.permute((1, 0)), none, use_acc=False, is_async=True)
-    turned = warpgroup_mma(u, do.permute((1, 0)), none, use_acc=False, is_async=True)
+    decay = gl.load(decays + 4 * C + gl.arange(0, C, ROW))[:, None]
+    apart = decay - gl.load(decays + 4 * C + gl.arange(0, C, COLUMN))[None, :]
     weights = gl.exp2(gl.where(i >= j, apart, -apart))
     mbarrier.wait(ready.index(1), 0)
     seen = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
-    found, turned = warpgroup_mma_wait(1, deps=(found, turned))
-    found *= gl.where(i >= j, weights * column[None, :] * of_row, 0.0)
-    turned = (turned * gl.where(i <= j, weights * row[:, None] * of_column, 0.0)).to(kind)
-    seen = warpgroup_mma_wait(0, deps=(seen,))
+    column = _numbers(beta, of_k, COLUMN, NORMALIZE)
+    found, seen = warpgroup_mma_wait(0, deps=(found, seen))
+    turned = warpgroup_mma(u, do.permute((1, 0)), none, use_acc=False, is_async=True)
+    found *= gl.where(i >= j, weights * column[None, :] * _over_length(scale, lengths, ROW, NORMALIZE)[:, None], 0.0)
     both = found * seen
     pairs = found.to(kind)
-    row, column = _numbers(beta, of_k, ROW, NORMALIZE), _numbers(beta, of_k, COLUMN, NORMALIZE)
-    of_row = _over_length(-1.0, of_k, ROW, NORMALIZE)[:, None]
-    of_column = _over_length(-1.0, of_k, COLUMN, NORMALIZE)[None, :]
     mbarrier.wait(ready.index(2), 0)
+    turned = warpgroup_mma_wait(0, deps=(turned,))
     found = warpgroup_mma(dv, u.permute((1, 0)), none, use_acc=False, is_async=True)
     seen = warpgroup_mma(k, k.permute((1, 0)), none, use_acc=False, is_async=True)
+    row = _numbers(beta, of_k, ROW, NORMALIZE)
+    column = _over_length(scale, lengths, COLUMN, NORMALIZE)
+    turned = (turned * gl.where(i <= j, weights * row[:, None] * column[None, :], 0.0)).to(kind)
     found, seen = warpgroup_mma_wait(0, deps=(found, seen))
     other = warpgroup_mma(u, dv.permute((1, 0)), none, use_acc=False, is_async=True)
-    found *= gl.where(i > j, weights * column[None, :] * of_row, 0.0)
+    column = _numbers(beta, of_k, COLUMN, NORMALIZE)
+    found *= gl.where(i > j, weights * column[None, :] * _over_length(-1.0, of_k, ROW, NORMALIZE)[:, None], 0.0)
     both = (both + found * seen).to(kind)
-    weights = gl.where(i < j, weights * row[:, None] * of_column, 0.0)
+    column = _over_length(-1.0, of_k, COLUMN, NORMALIZE)
+    weights = gl.where(i < j, weights * row[:, None] * column[None, :], 0.0)
     other = warpgroup_mma_wait(0, deps=(other,))
     found = (found + weights * other).to(kind)
     return pairs, turned, found, both
@@ -222,6 +221,7 @@ def _chunk(
     k._keep_alive()
     given._keep_alive()
     before._keep_alive()
+    ready._keep_alive()
 
 
 @gluon.jit(do_not_specialize=["scale"])

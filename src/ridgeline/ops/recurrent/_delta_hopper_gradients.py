@@ -125,8 +125,8 @@ def _put(target, found, where, at, row, width, left, FLOAT: gl.constexpr):
 
 
 @gluon.jit
-def _product_sum(one, other, dtype: gl.constexpr, PIECES: gl.constexpr):
-    """The sum of the products of two matrices of 16 bits in shared memory, a word of two at a time."""
+def _products(one, other, dtype: gl.constexpr, PIECES: gl.constexpr):
+    """The products of two matrices of 16 bits in shared memory, a word of two at a time, with some of them summed."""
     ROWS: gl.constexpr = one.type.shape[-2] // PIECES
     WORDS: gl.constexpr = one.type.shape[-1] // 2
     flat_words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -139,7 +139,7 @@ def _product_sum(one, other, dtype: gl.constexpr, PIECES: gl.constexpr):
         even_too, odd_too = _pairs_of(y.index(n).load(layout), dtype)
         sums += even * even_too
         sums += odd * odd_too
-    return gl.sum(gl.sum(sums, 1), 0)
+    return sums
 
 
 @gluon.jit
@@ -149,8 +149,6 @@ def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr):
     LAYOUT: gl.constexpr = sums_layout(C)
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     none = gl.zeros([C, C], gl.float32, LAYOUT)
-    mbarrier.wait(ready.index(0), 0)
-    found = warpgroup_mma(do, u.permute((1, 0)), none, use_acc=False, is_async=True)
     by_column = _column_numbers(decays + 3 * C, LAYOUT)
     by_row_q = gl.full([C], scale, gl.float32, gl.SliceLayout(1, LAYOUT))
     by_row_k = gl.full([C], -1.0, gl.float32, gl.SliceLayout(1, LAYOUT))
@@ -159,6 +157,8 @@ def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr):
         by_row_q *= _row_numbers(lengths, LAYOUT)
         by_row_k *= _row_numbers(lengths + C, LAYOUT)
     apart = _row_numbers(decays + 4 * C, LAYOUT)[:, None] - _column_numbers(decays + 4 * C, LAYOUT)[None, :]
+    mbarrier.wait(ready.index(0), 0)
+    found = warpgroup_mma(do, u.permute((1, 0)), none, use_acc=False, is_async=True)
     weights = gl.exp2(gl.where(i >= j, apart, float("-inf"))) * by_column[None, :]
     mbarrier.wait(ready.index(1), 0)
     seen = warpgroup_mma(q, k.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -176,7 +176,7 @@ def _pairs(tiles, ready, decays, lengths, scale, NORMALIZE: gl.constexpr):
 
 
 @gluon.jit
-def _from_before(tiles, squares, before, pairs_q, pairs_k, decays, scale, K: gl.constexpr):
+def _from_before(tiles, squares, before, pairs_q, pairs_k, since_q, since_k, K: gl.constexpr):
     """The gradients of q, and of k but for what the state after the chunk brings, and each row's part of its gate's
     gradient by the state before the chunk."""
     _u, do, dv, q, k = tiles
@@ -190,10 +190,10 @@ def _from_before(tiles, squares, before, pairs_q, pairs_k, decays, scale, K: gl.
     squares.index(1).store(pairs_k)
     fence_async_shared()
     barrier()
-    dq *= (scale * _row_numbers(decays, LAYOUT))[:, None]
+    dq *= since_q[:, None]
     since = gl.sum(q.load(LAYOUT).to(gl.float32) * dq, 1)
     dq = warpgroup_mma(squares.index(0), k, dq, is_async=True)
-    dk *= -_row_numbers(decays + C, LAYOUT)[:, None]
+    dk *= since_k[:, None]
     since += gl.sum(k.load(LAYOUT).to(gl.float32) * dk, 1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     dk = warpgroup_mma(squares.index(1), k, dk, is_async=True)
@@ -205,8 +205,8 @@ def _from_before(tiles, squares, before, pairs_q, pairs_k, decays, scale, K: gl.
 
 
 @gluon.jit
-def _start_sums(terms, both):
-    """Starts the sums of `both` over a gate's row and later ones, a row for each gate."""
+def _later_sums(terms, both):
+    """For each gate the sum of `both` over pairs of an earlier row and its row or a later one."""
     LAYOUT: gl.constexpr = both.type.layout
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     none = gl.zeros([C, C], gl.float32, LAYOUT)
@@ -214,18 +214,19 @@ def _start_sums(terms, both):
     fence_async_shared()
     barrier()
     chosen = gl.convert_layout(gl.where(j >= i, 1.0, none).to(both.dtype), operand_layout(LAYOUT))
-    return warpgroup_mma(chosen, terms, none, use_acc=False, is_async=True)
+    later = warpgroup_mma(chosen, terms, none, use_acc=False, is_async=True)
+    later = warpgroup_mma_wait(0, deps=(later,))
+    return gl.sum(gl.where(i > j, later, 0.0), 1)
 
 
 @gluon.jit
-def _of_gates(later, since, until):
-    """For each gate the sum over pairs of an earlier row and its row or a later one, and of these rows' own parts."""
-    LAYOUT: gl.constexpr = later.type.layout
+def _over_rows(numbers, LATER: gl.constexpr):
+    """For each row the sum of numbers over its row and later ones, or over earlier ones."""
+    LAYOUT: gl.constexpr = sums_layout(C)
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    none = gl.zeros([C, C], gl.float32, LAYOUT)
-    until = gl.convert_layout(until, gl.SliceLayout(0, LAYOUT))[None, :]
-    since = gl.convert_layout(since, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.sum(gl.where(i > j, later + until, since + none), 1)
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([C, C], gl.float32, LAYOUT)
+    chosen = (j >= i) if LATER else (j < i)
+    return gl.sum(gl.where(chosen, numbers, 0.0), 1)
 
 
 @gluon.jit
@@ -267,8 +268,7 @@ def _chunk(
     before = gl.allocate_shared_memory(kind, maps.before.block_type.shape, maps.before.layout)
     after = given._reinterpret(kind, maps.later.block_type.shape, maps.later.layout)
     squares = given._reinterpret(kind, [2 * V // C, C, C], square)
-    terms = before._reinterpret(kind, [V * K // C // C, C, C], square).index(0)
-    room = before._reinterpret(kind, [V // C] + maps.k.block_type.shape, maps.k.layout)
+    terms = q._reinterpret(kind, [K // C, C, C], square).index(0)
     ready = make_barriers(5, 1)
     fence_async_shared()
     barrier()
@@ -280,9 +280,11 @@ def _chunk(
         lengths = numbers.lengths + place * (2 * C)
     whole = gl.load(numbers.whole + place)
     tiles = flat(u), flat(given.index(0)), flat(given.index(1)), flat(q), flat(k)
+    since_q, since_k = scale * _row_numbers(decays, LAYOUT), -_row_numbers(decays + C, LAYOUT)
+    until = _row_numbers(decays + 2 * C, LAYOUT) * _row_numbers(decays + 3 * C, LAYOUT)
     pairs_q, pairs_k, both = _pairs(tiles, ready, decays, lengths, scale, NORMALIZE)
     mbarrier.wait(ready.index(3), 0)
-    dq, dk, since = _from_before(tiles, squares, flat(before), pairs_q, pairs_k, decays, scale, K)
+    dq, dk, since = _from_before(tiles, squares, flat(before), pairs_q, pairs_k, since_q, since_k, K)
     _load_states(maps.later, [batch, h, spot, 0, 0], ready.index(4), after)
     if NORMALIZE:
         dq = _through_lengths(dq, flat(q).load(LAYOUT).to(gl.float32), _row_numbers(lengths, LAYOUT))
@@ -290,21 +292,22 @@ def _chunk(
     token = batch.to(gl.int64) * numbers.tokens + start + first
     row, left = (token * numbers.heads + h) * K, tokens - first
     _put(maps.dq, dq, q, own, row, numbers.heads * K, left, FLOAT)
+    dg = _over_rows(since, True)
+    tma.store_wait(0)
+    dg += _later_sums(terms, both)
     mbarrier.wait(ready.index(4), 0)
     found = warpgroup_mma(flat(u), flat(after), gl.zeros([C, K], gl.float32, LAYOUT), use_acc=False, is_async=True)
-    held = _product_sum(before, after, kind, 4)
-    barrier()  # all have read the state before
-    later = _start_sums(terms, both)
-    found, later = warpgroup_mma_wait(0, deps=(found, later))
-    found *= (_row_numbers(decays + 2 * C, LAYOUT) * _row_numbers(decays + 3 * C, LAYOUT))[:, None]
+    held = _products(before, after, kind, 4)
     wide = flat(k).load(LAYOUT).to(gl.float32)
+    found = warpgroup_mma_wait(0, deps=(found,))
+    found *= until[:, None]
     until = gl.sum(wide * found, 1)
     dk += found
     if NORMALIZE:
         dk = _through_lengths(dk, wide, _row_numbers(lengths + C, LAYOUT))
-    barrier()
-    _put(maps.dk, dk, room.index(V // C - 1), own, row, numbers.heads * K, left, FLOAT)
-    dg = _of_gates(later, since, until) + whole * held
+    barrier()  # all have read the terms
+    _put(maps.dk, dk, q, own, row, numbers.heads * K, left, FLOAT)
+    dg += _over_rows(until, False) + whole * gl.sum(gl.sum(held, 1), 0)
     rows = gl.arange(0, C, gl.SliceLayout(1, sums_layout(C)))
     gl.store(numbers.dg + token * numbers.heads + h + rows * numbers.heads, dg, mask=rows < left)
     tma.store_wait(0)
@@ -313,6 +316,7 @@ def _chunk(
     k._keep_alive()
     given._keep_alive()
     before._keep_alive()
+    ready._keep_alive()
 
 
 @gluon.jit(do_not_specialize=["scale"])
