@@ -107,7 +107,7 @@ elif sys.argv[1] == "law":
     shape, gates, opts = CASES[sys.argv[3]]
     law([(sys.argv[3], shape, {"b": b, "h": h}[sys.argv[2]], gates, opts)])
 elif sys.argv[1] == "time":
-    timed([("8x4096x16", (8, 4096, 16, 16), None), ("packed 4x8192 16/32", (1, 32768, 16, 32), 4), ("1x32768 16/32", (1, 32768, 16, 32), None)][: int(sys.argv[2])])
+    timed([("packed 4x8192 16/32", (1, 32768, 16, 32), 4), ("1x32768 16/32", (1, 32768, 16, 32), None), ("8x4096x16", (8, 4096, 16, 16), None)][: int(sys.argv[2])])
 elif sys.argv[1] == "variants":
     from torch.profiler import profile, ProfilerActivity
     flush = torch.empty(64 << 20, dtype=torch.int32, device=dev)
@@ -126,3 +126,23 @@ elif sys.argv[1] == "variants":
                 torch.cuda.synchronize()
         took = sum(e.device_time_total for e in p.key_averages() if "chunk_gradients" in e.key) / 6
         print(f"variant {name}: {took:.1f} us, from src's {far}, reruns the same {same}", flush=True)
+elif sys.argv[1] == "pairs":
+    from torch.profiler import profile, ProfilerActivity
+    import pairs_patch
+    flush = torch.empty(64 << 20, dtype=torch.int32, device=dev)
+    for name, (B, T, H, HV), ends in (("8x4096x16", (8, 4096, 16, 16), None), ("packed 4x8192 16/32", (1, 32768, 16, 32), 4))[: int(sys.argv[2])]:
+        args, do = make(B, T, H, HV, b, 1.0)
+        kw = {} if ends is None else {"cu_seqlens": torch.arange(ends + 1, dtype=torch.int32, device=dev) * (B * T // ends)}
+        base = None
+        for facts in (None, {"num_warps": 4, "maxnreg": 168}, {"num_warps": 4, "maxnreg": 128}, {"num_warps": 4}, {"num_warps": 8, "maxnreg": 128}, {"num_warps": 8, "maxnreg": 80}):
+            pairs_patch.patch(facts)
+            with using():
+                got = grads(args, do, **kw)
+                base = base or got
+                far = [f"{((x.double() - y.double()).norm() / y.double().norm()).item():.1e}" for x, y in zip(got, base)]
+                with profile(activities=[ProfilerActivity.CUDA]) as p:
+                    for _ in range(6):
+                        flush.zero_(); grads(args, do, **kw)
+                    torch.cuda.synchronize()
+            took = sum(e.device_time_total for e in p.key_averages() if "pairs_by" in e.key) / 12
+            print(f"pairs {name} {facts}: {took:.1f} us each, from the base {far}", flush=True)
