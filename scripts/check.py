@@ -30,7 +30,13 @@ def using(serve=True, chunks=None, span=None):
     if chunks is not None:
         hopper.chunk_gradients = chunks
         warps = getattr(sys.modules[chunks.fn.__module__], "WARPS", 4)
-        hopper.launch = lambda kernel, *a, **k: started(kernel, *a, **(k | (({"num_warps": warps} | ({"maxnreg": 128} if warps == 8 else {})) if kernel is chunks else {})))
+        middle = started
+        if hasattr(sys.modules[chunks.fn.__module__], "PERSISTENT"):
+            def middle(kernel, grid, *a, **k):
+                if kernel is chunks:
+                    return started(kernel, (min(264, grid[0] * grid[1]),), *a, grid[0], grid[0] * grid[1], **k)
+                return started(kernel, grid, *a, **k)
+        hopper.launch = lambda kernel, *a, **k: middle(kernel, *a, **(k | (({"num_warps": warps} | ({"maxnreg": 128} if warps == 8 else {})) if kernel is chunks else {})))
     if span is not None: dc.span = lambda *_: span
     try: yield
     finally: hopper.launch = started; hopper.serves, hopper.chunk_gradients, dc.span = saved

@@ -9,6 +9,13 @@ mod = importlib.import_module("ridgeline.ops.recurrent.gated_delta_rule")
 if sys.argv[1] != "src":
     hopper.chunk_gradients = importlib.import_module(sys.argv[1]).chunk_gradients
     module = importlib.import_module(sys.argv[1])
+    if hasattr(module, "PERSISTENT"):
+        begun = hopper.launch
+        def persistent(kernel, grid, *a, **k):
+            if kernel is module.chunk_gradients:
+                return begun(kernel, (min(264, grid[0] * grid[1]),), *a, grid[0], grid[0] * grid[1], **k)
+            return begun(kernel, grid, *a, **k)
+        hopper.launch = persistent
     if hasattr(module, "WARPS"):
         started = hopper.launch
         hopper.launch = lambda kernel, *a, **k: started(kernel, *a, **(k | ({"num_warps": module.WARPS, "maxnreg": 128} if kernel is module.chunk_gradients else {})))
