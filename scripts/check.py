@@ -23,12 +23,17 @@ version = [-100]
 @contextlib.contextmanager
 def using(serve=True, chunks=None, span=None):
     saved = hopper.serves, hopper.chunk_gradients, dc.span
+    begun = hopper.start_gradients
     version[0] -= 1
     tuning.version = version[0]
     if not serve: hopper.serves = lambda call: False
     started = hopper.launch
     if chunks is not None:
         hopper.chunk_gradients = chunks
+        module = sys.modules[chunks.fn.__module__]
+        if hasattr(module, "AHEAD"):
+            import ahead
+            ahead.patch(hopper, module)
         warps = getattr(sys.modules[chunks.fn.__module__], "WARPS", 4)
         middle = started
         if hasattr(sys.modules[chunks.fn.__module__], "PERSISTENT"):
@@ -39,7 +44,7 @@ def using(serve=True, chunks=None, span=None):
         hopper.launch = lambda kernel, *a, **k: middle(kernel, *a, **(k | (({"num_warps": warps} | ({"maxnreg": 128} if warps == 8 else {})) if kernel is chunks else {})))
     if span is not None: dc.span = lambda *_: span
     try: yield
-    finally: hopper.launch = started; hopper.serves, hopper.chunk_gradients, dc.span = saved
+    finally: hopper.launch = started; hopper.start_gradients = begun; hopper.serves, hopper.chunk_gradients, dc.span = saved
 
 def grads(args, do, **kw):
     leaves = [a.clone().requires_grad_() for a in args]
@@ -66,6 +71,7 @@ def law(cases):
     for name, shape, dtype, gates, opts in cases:
         B, T, H, HV = shape
         args, do = make(B, T, H, HV, dtype, gates, opts.get("seed", 0))
+        if opts.get("single"): args[3:] = [t.float() for t in args[3:]]
         kw = {"normalize": True}
         if "ends" in opts: kw["cu_seqlens"] = torch.tensor(opts["ends"], dtype=torch.int32, device=dev)
         rule = Law(mod.OP, [t.clone().requires_grad_() for t in args], kw, incoming=[do])
@@ -108,6 +114,8 @@ elif sys.argv[1] == "law":
         "usual": ((2, 512, 16, 16), 1.0, {"seed": 2}), "strong": ((2, 320, 16, 16), "strong", {"seed": 3}),
         "remainder": ((2, 300, 4, 4), 0.01, {}), "shared": ((1, 256, 4, 8), 0.01, {}),
         "packed": ((1, 300, 4, 8), 0.01, {"ends": ends}), "packedstrong": ((1, 300, 4, 8), "strong", {"ends": ends}),
+        "shared32": ((1, 512, 16, 32), 0.01, {}), "single": ((1, 512, 4, 4), 0.01, {"single": True, "seed": 5}),
+        "few": ((1, 512, 8, 8), 0.01, {"seed": 7}), "weaker": ((2, 512, 4, 4), 1e-4, {"seed": 8}),
         "segments": ((1, 384, 4, 4), 0.01, {"span": 2}), "packedsegments": ((1, 300, 4, 8), 1.0, {"ends": ends, "span": 1}),
     }
     shape, gates, opts = CASES[sys.argv[3]]
@@ -120,7 +128,9 @@ elif sys.argv[1] == "variants":
     args, do = make(8, 4096, 16, 16, b, 1.0)
     base = None
     for name in sys.argv[2:]:
-        kernel = None if name == "src" else importlib.import_module(name).chunk_gradients
+        module = importlib.import_module(name.split("@")[0]) if name != "src" else None
+        kernel = module and module.chunk_gradients
+        if "@" in name: module.AHEAD = int(name.split("@")[1])
         with using(chunks=kernel):
             runs = [grads(args, do) for _ in range(4)]
             base = base or runs[0]
@@ -140,8 +150,8 @@ elif sys.argv[1] == "pairs":
         args, do = make(B, T, H, HV, b, 1.0)
         kw = {} if ends is None else {"cu_seqlens": torch.arange(ends + 1, dtype=torch.int32, device=dev) * (B * T // ends)}
         base = None
-        for facts in (None, {"num_warps": 4, "maxnreg": 168}, {"num_warps": 4, "maxnreg": 128}, {"num_warps": 4}, {"num_warps": 8, "maxnreg": 128}, {"num_warps": 8, "maxnreg": 80}):
-            pairs_patch.patch(facts)
+        for facts, ahead in ((None, 0), ({"num_warps": 4, "maxnreg": 168}, 0), ({"num_warps": 4, "maxnreg": 168}, 396), ({"num_warps": 4, "maxnreg": 128}, 0), ({"num_warps": 4, "maxnreg": 128}, 528), ({"num_warps": 8, "maxnreg": 80}, 0)):
+            pairs_patch.patch(facts, ahead=ahead)
             with using():
                 got = grads(args, do, **kw)
                 base = base or got
@@ -151,4 +161,8 @@ elif sys.argv[1] == "pairs":
                         flush.zero_(); grads(args, do, **kw)
                     torch.cuda.synchronize()
             took = sum(e.device_time_total for e in p.key_averages() if "pairs_by" in e.key) / 12
-            print(f"pairs {name} {facts}: {took:.1f} us each, from the base {far}", flush=True)
+            print(f"pairs {name} {facts} {ahead}: {took:.1f} us each, from the base {far}", flush=True)
+elif sys.argv[1] == "once":
+    args, do = make(8, 4096, 16, 16, b, 1.0)
+    grads(args, do)
+    torch.cuda.synchronize()

@@ -9,6 +9,9 @@ mod = importlib.import_module("ridgeline.ops.recurrent.gated_delta_rule")
 if sys.argv[1] != "src":
     hopper.chunk_gradients = importlib.import_module(sys.argv[1]).chunk_gradients
     module = importlib.import_module(sys.argv[1])
+    if hasattr(module, "AHEAD"):
+        import ahead
+        ahead.patch(hopper, module)
     if hasattr(module, "PERSISTENT"):
         begun = hopper.launch
         def persistent(kernel, grid, *a, **k):

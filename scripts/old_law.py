@@ -1,12 +1,12 @@
-import sys; sys.argv = ["x", "none"]; exec(open("scripts/check.py").read().split("b, h = torch.bfloat16")[0])
+import sys; which = sys.argv[1]; sys.argv = ["x", "none"]; exec(open("scripts/check.py").read().split("b, h = torch.bfloat16")[0])
 b, h = torch.bfloat16, torch.float16
-for dtype in (b, h):
+for dtype in ((b, h)[which == 'h'],):
     for shape in ((2, 512, 16, 16), (1, 512, 32, 32), (8, 512, 16, 16)):
         for gates in (0.01, 1.0):
             args, do = make(*shape, dtype, gates)
             with using(False): right = grads(args, do)
             bad = 0
-            for n in range(8):
+            for n in range(5):
                 with using(): got = grads(args, do)
                 d = (got[2].double() - right[2].double()); e = (d.norm() / right[2].double().norm()).item()
                 far = (d.abs() > 0.02 * right[2].double().abs().max()) | ~d.isfinite()

@@ -17,7 +17,6 @@ from ridgeline.lab.analysis import inspect
 from ridgeline.op import get
 from ridgeline.ops.recurrent import _delta_chunks, _delta_hopper
 
-pytestmark = pytest.mark.kernels
 FACTOR = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 
 
@@ -38,6 +37,7 @@ def started(card: str, dtype: torch.dtype = torch.bfloat16, D: int = 128, gate: 
     return {launch.kernel.__name__ for launch in seen}
 
 
+@pytest.mark.kernels
 def test_calls_that_they_serve() -> None:
     """Half precision with 128 channels and columns, a gate per head, and rows that TMA takes, on Hopper."""
     ours = {"pairs_by_token", "walk_chunks", "chunk_gradients"}
@@ -82,16 +82,19 @@ def overlaps(ttgir: str, folder: Path) -> list[str]:
     return [f"{line} in {name}" for first, line in others for name, place in tiles.items() if first in place]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("case", ["8x4096x16x128 per head", "4x8192x16/32x128 per head, packed"])
 def test_nothing_overlaps_a_tile(case: str, tmp_path: Path) -> None:
-    """Triton takes a tile's place for something else after the last instruction that names it, while products and
-    copies may still read it: sums lay in the gradient of the state, and some columns of dk were wrong."""
-    op, seen = get("gated_delta_rule"), set()
-    for kernel in inspect.resources(op, op.implementations["triton"], op.case(case), "bfloat16", "sm_90"):
-        if kernel.kernel in ("walk_chunks", "chunk_gradients"):
-            seen.add(kernel.kernel)
-            assert not overlaps(kernel.texts["ttgir"], tmp_path), kernel.kernel
-    assert seen == {"walk_chunks", "chunk_gradients"}
+    """Triton gives a tile's place away after the last instruction that names it, while products and copies may still
+    read it. A sum between threads once lay in the gradient of the state, which a product was reading."""
+    op = get("gated_delta_rule")
+    started = inspect.launches(op, op.implementations["triton"], op.case(case), "bfloat16", "sm_90")
+    ours = {
+        inspect.signature(one): one for _, one in started if one.kernel.__name__ in ("walk_chunks", "chunk_gradients")
+    }
+    assert {one.kernel.__name__ for one in ours.values()} == {"walk_chunks", "chunk_gradients"}
+    for one in ours.values():
+        assert not overlaps(inspect.of_launch(one).texts["ttgir"], tmp_path), one.kernel.__name__
 
 
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -104,6 +107,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", FACTOR)
@@ -143,6 +147,7 @@ def test_results_and_bits(case: str, dtype: torch.dtype, device: str, monkeypatc
         assert error < FACTOR[dtype], f"result {n} is off by {error:.2e}"
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 def test_near_the_other_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that serve every other call give the same numbers but for a rounding."""

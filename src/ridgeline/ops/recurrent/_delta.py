@@ -424,17 +424,55 @@ def keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.conste
         tl.store(matrices.whole + spot, whole)
 
 
+class PairMaps(NamedTuple):
+    """Tensor maps with which TMA moves a chunk's rows: (B, heads, T, columns), ragged where sequences are packed."""
+
+    q: Any
+    k: Any
+    squares: Any  # P in the first columns of a row, and L in the next
+
+
+FAR = tl.constexpr(1 << 30)  # `TensorMap.FAR`
+
+
 @triton.jit
-def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
-    """The delta rule with a gate per token: a chunk's P and L, its decays, and one over the lengths of q and k."""
+def _place_in_map(packing, n, start, tokens, h, row, column):
+    if packing.ends is None:
+        return n, h, row, column
+    else:
+        return FAR, (start + tokens).to(tl.int32), h, (FAR - tokens + row).to(tl.int32), column
+
+
+@triton.jit
+def _rows_by_map(source, packing, n, start, tokens, h, row, form: tl.constexpr):
+    return source.load(_place_in_map(packing, n, start, tokens, h, row, 0)).reshape(form.C, form.K)
+
+
+@triton.jit
+def _square_by_map(target, found, packing, n, start, tokens, h, row, column, form: tl.constexpr):
+    if packing.ends is None:
+        found = found.reshape(1, 1, form.C, form.C)
+    else:
+        found = found.reshape(1, 1, 1, form.C, form.C)
+    target.store(_place_in_map(packing, n, start, tokens, h, row, column), found)
+
+
+@triton.jit
+def pairs_by_token(q, k, gate, beta, matrices, packing, maps, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's P and L, its decays, and one over the lengths of q and k. maps:
+    for TMA, or None."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
     rows = first + row
-    tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
-    tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    if maps is None:
+        tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+        tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    else:
+        tk = _rows_by_map(maps.k, packing, n, start, tokens, h // k.group, first, form)
+        tq = _rows_by_map(maps.q, packing, n, start, tokens, h // q.group, first, form)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
@@ -448,11 +486,16 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     weights = _apart(g, form) * shrink_k[None, :]
     place, step = _squares(matrices, packing, n, h, start, spot, form)
     at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
-    P = weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)
-    tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
+    kind: tl.constexpr = matrices.solve.dtype.element_ty
+    P = (weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)).to(kind)
     A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
-    L = solve_chunk(A, factor, matrices.solve.dtype.element_ty, form)
-    tl.store(matrices.solve + at, L, mask=(rows < tokens)[:, None])
+    if maps is None:
+        tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
+        tl.store(matrices.solve + at, solve_chunk(A, factor, kind, form), mask=(rows < tokens)[:, None])
+    else:
+        _square_by_map(maps.squares, P, packing, n, start, tokens, h, first, 0, form)
+        L = solve_chunk(A, factor, kind, form).to(kind)
+        _square_by_map(maps.squares, L, packing, n, start, tokens, h, first, form.C, form)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent._delta import PairMaps
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
 
@@ -37,9 +38,15 @@ def serves(call: Any) -> bool:
     return all([mapped(t) for t in (call.q, call.k, call.v)])
 
 
-def _rows(t: torch.Tensor, width: int, call: Any) -> TensorMap:
+def _rows(t: torch.Tensor, width: int, call: Any, swizzle: int = 128) -> TensorMap:
     packed = call.ends is not None
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), 128, packed)
+    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), swizzle, packed)
+
+
+def pair_maps(call: Any, matrices: Any) -> PairMaps:
+    """What `pairs_by_token`, a kernel of Triton, moves rows by."""
+    both = matrices.pair[..., : 2 * ROWS]
+    return PairMaps(_rows(call.q, WIDTH, call, 0), _rows(call.k, WIDTH, call, 0), _rows(both, ROWS, call, 0))
 
 
 def walk(
