@@ -425,36 +425,11 @@ def keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.conste
 
 
 class PairMaps(NamedTuple):
-    """Tensor maps with which TMA moves a chunk's rows: (B, heads, T, columns), ragged where sequences are packed."""
+    """Tensor maps with which TMA moves a chunk's rows, (B, heads, T, columns), where sequences are not packed."""
 
     q: Any
     k: Any
     squares: Any  # P in the first columns of a row, and L in the next
-
-
-FAR = tl.constexpr(1 << 30)  # `TensorMap.FAR`
-
-
-@triton.jit
-def _place_in_map(packing, n, start, tokens, h, row, column):
-    if packing.ends is None:
-        return n, h, row, column
-    else:
-        return FAR, (start + tokens).to(tl.int32), h, (FAR - tokens + row).to(tl.int32), column
-
-
-@triton.jit
-def _rows_by_map(source, packing, n, start, tokens, h, row, form: tl.constexpr):
-    return source.load(_place_in_map(packing, n, start, tokens, h, row, 0)).reshape(form.C, form.K)
-
-
-@triton.jit
-def _square_by_map(target, found, packing, n, start, tokens, h, row, column, form: tl.constexpr):
-    if packing.ends is None:
-        found = found.reshape(1, 1, form.C, form.C)
-    else:
-        found = found.reshape(1, 1, 1, form.C, form.C)
-    target.store(_place_in_map(packing, n, start, tokens, h, row, column), found)
 
 
 @triton.jit
@@ -471,8 +446,8 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, maps, form: tl.constexpr
         tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
         tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
     else:
-        tk = _rows_by_map(maps.k, packing, n, start, tokens, h // k.group, first, form)
-        tq = _rows_by_map(maps.q, packing, n, start, tokens, h // q.group, first, form)
+        tk = maps.k.load([n, h // k.group, first, 0]).reshape(form.C, form.K)
+        tq = maps.q.load([n, h // q.group, first, 0]).reshape(form.C, form.K)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
@@ -493,9 +468,9 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, maps, form: tl.constexpr
         tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
         tl.store(matrices.solve + at, solve_chunk(A, factor, kind, form), mask=(rows < tokens)[:, None])
     else:
-        _square_by_map(maps.squares, P, packing, n, start, tokens, h, first, 0, form)
+        maps.squares.store([n, h, first, 0], P.reshape(1, 1, form.C, form.C))
         L = solve_chunk(A, factor, kind, form).to(kind)
-        _square_by_map(maps.squares, L, packing, n, start, tokens, h, first, form.C, form)
+        maps.squares.store([n, h, first, form.C], L.reshape(1, 1, form.C, form.C))
 
 
 @triton.jit

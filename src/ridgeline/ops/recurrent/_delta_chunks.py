@@ -270,7 +270,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     if tiles.registers is not None:
         facts["maxnreg"] = tiles.registers
     if gate == 1:
-        maps = hopper.pair_maps(call, matrices) if plan.hopper else None
+        maps = hopper.pair_maps(call, matrices) if plan.hopper and call.ends is None else None
         launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, packing, maps, **facts)
     else:
         kernel, more = pairs_by_channel, ()

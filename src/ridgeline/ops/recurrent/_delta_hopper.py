@@ -44,7 +44,7 @@ def _rows(t: torch.Tensor, width: int, call: Any, swizzle: int = 128) -> TensorM
 
 
 def pair_maps(call: Any, matrices: Any) -> PairMaps:
-    """What `pairs_by_token`, a kernel of Triton, moves rows by."""
+    """What `pairs_by_token`, a kernel of Triton, moves rows by where sequences are not packed."""
     both = matrices.pair[..., : 2 * ROWS]
     return PairMaps(_rows(call.q, WIDTH, call, 0), _rows(call.k, WIDTH, call, 0), _rows(both, ROWS, call, 0))
 

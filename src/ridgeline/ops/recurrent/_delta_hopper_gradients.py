@@ -1,4 +1,4 @@
-"""Gradients of q, k and the gate in a chunk of the delta rule with a gate per token, in Gluon for Hopper, in bfloat16.
+"""Gradients of q, k and the gate in a chunk of the delta rule with a gate per token, in Gluon for Hopper.
 
 A warpgroup takes a chunk of 64 rows of a head, and two share a multiprocessor. TMA brings all of a chunk's rows and the
 state before it at once, and the gradient of the state after it into the same place when that state has been read.
@@ -253,7 +253,7 @@ def _chunk(
     maps, numbers, scale, batch, n, h, spot, first, start, tokens, NORMALIZE: gl.constexpr, FLOAT: gl.constexpr
 ):  # fmt: skip
     """A chunk's gradients. Places are used again: the pairs and then the gradient of the state lie where do and dv
-    were, dq where q was, dk and what is summed for the gate where the state before the chunk was."""
+    were; dq, then what is summed for the gate, and then dk where q was."""
     kind: gl.constexpr = maps.k.dtype
     K: gl.constexpr = maps.k.block_type.shape[-1]
     V: gl.constexpr = maps.u.block_type.shape[-1]
