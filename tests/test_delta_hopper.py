@@ -1,7 +1,10 @@
-"""The delta rule's Gluon kernel for Hopper: which calls it serves, and on a GPU its results and bits."""
+"""The delta rule's Gluon kernels for Hopper: which calls they serve, and on a GPU their results and bits."""
 
 from __future__ import annotations
 
+import re
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,41 +13,88 @@ import torch
 import ridgeline
 from ridgeline import boundary, tuning
 from ridgeline import device as devices
+from ridgeline.lab.analysis import inspect
+from ridgeline.op import get
 from ridgeline.ops.recurrent import _delta_chunks, _delta_hopper
 
-pytestmark = pytest.mark.kernels
 FACTOR = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
 
 
 def started(card: str, dtype: torch.dtype = torch.bfloat16, D: int = 128, gate: int = 1, step: int = 0) -> set[str]:
-    """The names of the kernels of a forward pass on that card; rows of v are `step` elements longer than D."""
+    """The names of the kernels of a backward pass on that card; rows of v are `step` elements longer than D."""
 
     def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device="meta")
 
-    q, k, o = (empty(8, 4096, 16, D) for _ in range(3))
+    q, k, do, dq, dk, dv = (empty(8, 4096, 16, D) for _ in range(6))
     v = empty(8, 4096, 16, D + step)[..., :D]
     g, beta = empty(8, 4096, 16, *([D] if gate == 2 else [])), empty(8, 4096, 16)
-    last = empty(8, 16, D, D, kind=torch.float32)
+    dg, dbeta = (empty(*t.shape, kind=torch.float32) for t in (g, beta))
     seen: list[boundary.Launch] = []
     with devices.pretend(card), boundary.observe(seen.append):
-        _delta_chunks.delta_fwd(o, last, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
+        made = dq, dk, dv, dg, dbeta, None, None, None
+        _delta_chunks.delta_bwd(*made, do, None, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
     return {launch.kernel.__name__ for launch in seen}
 
 
+@pytest.mark.kernels
 def test_calls_that_they_serve() -> None:
     """Half precision with 128 channels and columns, a gate per head, and rows that TMA takes, on Hopper."""
-    ours = {"pairs_by_token", "walk_chunks"}
+    ours = {"pairs_by_token", "walk_chunks", "chunk_gradients"}
     for card in ("h100", "h200"):
         assert started(card) == ours
     assert started("h200", torch.float16) == ours
     assert started("h200", step=8) == ours
-    others = {"pairs_by_token", "chain_states"}
+    others = {"pairs_by_token", "chain_states", "chain_gradients", "gradients_by_token"}
     assert started("h200", step=4) == others
     assert started("h200", torch.float32) == others
     assert started("h200", D=64) == others
     assert started("b200") == others
     assert not started("h200", gate=2) & ours
+
+
+BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8}
+
+
+def overlaps(ttgir: str, folder: Path) -> list[str]:
+    """Where in a kernel's shared memory numbers on their way between threads lie in the place of a tile or barrier."""
+    from triton._C.libtriton import ir, nvidia, passes
+
+    path, context = folder / "kernel.ttgir", ir.context()
+    path.write_text(ttgir)
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    module, manager = ir.parse_mlir_module(str(path), context), ir.pass_manager(context)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, 90, 80)
+    manager.run(module, "places")
+    tiles, others = {}, []
+    for line in str(module).splitlines():
+        if found := re.search(r"allocation\.offset = (\d+)", line):
+            first = int(found[1])
+            if shape := re.search(r"local_alloc .*memdesc<([\dx]+)x(\w+),", line):
+                tiles[line.split()[0]] = range(first, first + prod(map(int, shape[1].split("x"))) * BYTES[shape[2]])
+            else:
+                others.append((first, line.strip()[:80]))
+    assert tiles
+    assert others
+    return [f"{line} in {name}" for first, line in others for name, place in tiles.items() if first in place]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("case", ["8x4096x16x128 per head", "4x8192x16/32x128 per head, packed"])
+def test_nothing_overlaps_a_tile(case: str, tmp_path: Path) -> None:
+    """Triton gives a tile's place away after the last instruction that names it, while products and copies may still
+    read it. A sum between threads once lay in the gradient of the state, which a product was reading."""
+    op = get("gated_delta_rule")
+    started = inspect.launches(op, op.implementations["triton"], op.case(case), "bfloat16", "sm_90")
+    ours = {
+        inspect.signature(one): one for _, one in started if one.kernel.__name__ in ("walk_chunks", "chunk_gradients")
+    }
+    assert {one.kernel.__name__ for one in ours.values()} == {"walk_chunks", "chunk_gradients"}
+    for one in ours.values():
+        assert not overlaps(inspect.of_launch(one).texts["ttgir"], tmp_path), one.kernel.__name__
 
 
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -57,6 +107,7 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", FACTOR)
@@ -96,6 +147,7 @@ def test_results_and_bits(case: str, dtype: torch.dtype, device: str, monkeypatc
         assert error < FACTOR[dtype], f"result {n} is off by {error:.2e}"
 
 
+@pytest.mark.kernels
 @pytest.mark.gpu
 def test_near_the_other_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels that serve every other call give the same numbers but for a rounding."""

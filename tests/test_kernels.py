@@ -101,6 +101,10 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("gated_delta_rule", "triton", "chain_states", "sm_90"): (460, "forward with a gate per channel at 128: 340 us"),
     ("gated_delta_rule", "triton", "pairs_by_token", "sm_90"): (248, "bound to 168 registers: 193 us, as without"),
     ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
+    ("gated_delta_rule", "triton", "chunk_gradients", "sm_90"): (
+        1220,
+        "two warpgroups of 255 registers share a multiprocessor: 503 us; packed and with heads that share q the most",
+    ),
     ("gated_delta_rule", "triton", "walk_chunks", "sm_90"): (24, "three registers, outside its loop"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (
         280,

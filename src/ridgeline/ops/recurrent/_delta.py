@@ -41,7 +41,9 @@ class Matrices(NamedTuple):
     read: Any  # M, RWKV-7 only
     plain: Any  # N, RWKV-7 only
     lengths: Any  # one over the lengths of q and k, (B, heads, chunks, 2, C) in float32, if they are normalized
-    decays: Any  # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta
+    # (B, heads, chunks, 4, C) in float32, not RWKV-7: factors of rows of q and k that read, and of k; beta; with a gate
+    # per token a fifth row: the gates' sums since the chunk began, times log2(e)
+    decays: Any
     whole: Any  # a chunk's decay, (B, heads, chunks) or, per channel, (B, heads, chunks, K), in float32
     width: Any  # columns of the tensor whose rows hold L and P, with a gate per token
 
@@ -413,7 +415,7 @@ def keep_lengths(lengths, spot, of_q, of_k, form: tl.constexpr):
 
 @triton.jit
 def keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.constexpr):
-    place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+    place = matrices.decays + spot * ((5 if form.GATE == 1 else 4) * form.C) + tl.arange(0, form.C)
     tl.store(place, of_q)
     tl.store(place + form.C, of_a)
     tl.store(place + 2 * form.C, of_b)
@@ -422,17 +424,30 @@ def keep_decays(matrices, spot, of_q, of_a, of_b, factor, whole, form: tl.conste
         tl.store(matrices.whole + spot, whole)
 
 
+class PairMaps(NamedTuple):
+    """Tensor maps with which TMA moves a chunk's rows, (B, heads, T, columns), where sequences are not packed."""
+
+    q: Any
+    k: Any
+    squares: Any  # P in the first columns of a row, and L in the next
+
+
 @triton.jit
-def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
-    """The delta rule with a gate per token: a chunk's P and L, its decays, and one over the lengths of q and k."""
+def pairs_by_token(q, k, gate, beta, matrices, packing, maps, form: tl.constexpr):
+    """The delta rule with a gate per token: a chunk's P and L, its decays, and one over the lengths of q and k. maps:
+    for TMA, or None."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:
         return
     depth, row = tl.arange(0, form.BK), tl.arange(0, form.C)
     rows = first + row
-    tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
-    tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    if maps is None:
+        tq = tile_of(q, find_head(q, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+        tk = tile_of(k, find_head(k, n, h, packing.ends, start), rows, depth, tokens, form.K, form.BK)
+    else:
+        tk = maps.k.load([n, h // k.group, first, 0]).reshape(form.C, form.K)
+        tq = maps.q.load([n, h // q.group, first, 0]).reshape(form.C, form.K)
     spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
     A = _dot(tk, tl.trans(tk), tk, form)
     shrink_q, shrink_k = _length(tq, _dot(tq, tl.trans(tq), tq, form), form), _length(tk, A, form)
@@ -442,14 +457,20 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, form: tl.constexpr):
     keep_lengths(matrices.lengths, spot, shrink_q, shrink_k, form)
     factor = beta_of(beta, find_head(beta, n, h, packing.ends, start), rows, tokens, form)
     keep_decays(matrices, spot, late * shrink_q, late * shrink_k, after * shrink_k, factor, whole, form)
+    tl.store(matrices.decays + spot * (5 * form.C) + (4 * form.C + row), tl.cumsum(g, 0) * 1.4426950408889634)
     weights = _apart(g, form) * shrink_k[None, :]
     place, step = _squares(matrices, packing, n, h, start, spot, form)
     at = place + tl.cast(chunk, tl.int64) * (form.C * step) + (row * step)[:, None] + row[None, :]
-    P = weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)
-    tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
+    kind: tl.constexpr = matrices.solve.dtype.element_ty
+    P = (weights * shrink_q[:, None] * _dot(tq, tl.trans(tk), tk, form)).to(kind)
     A *= tl.where(row[:, None] > row[None, :], weights * shrink_k[:, None], 0.0)
-    L = solve_chunk(A, factor, matrices.solve.dtype.element_ty, form)
-    tl.store(matrices.solve + at, L, mask=(rows < tokens)[:, None])
+    if maps is None:
+        tl.store(matrices.pair + at, P, mask=(rows < tokens)[:, None])
+        tl.store(matrices.solve + at, solve_chunk(A, factor, kind, form), mask=(rows < tokens)[:, None])
+    else:
+        maps.squares.store([n, h, first, 0], P.reshape(1, 1, form.C, form.C))
+        L = solve_chunk(A, factor, kind, form).to(kind)
+        maps.squares.store([n, h, first, form.C], L.reshape(1, 1, form.C, form.C))
 
 
 @triton.jit
@@ -530,7 +551,7 @@ def _chunk_decays(matrices, spot, depth, form: tl.constexpr):
     """What the rows of a chunk are multiplied by in the chains, and what the state is."""
     of_q, of_a, of_b, factor = 1.0, 1.0, 1.0, 1.0
     if not form.LOW:
-        place = matrices.decays + spot * (4 * form.C) + tl.arange(0, form.C)
+        place = matrices.decays + spot * ((5 if form.GATE == 1 else 4) * form.C) + tl.arange(0, form.C)
         of_q, of_a, of_b = tl.load(place), tl.load(place + form.C), tl.load(place + 2 * form.C)
         of_q, of_a, of_b, factor = of_q[None, :], of_a[None, :], of_b[None, :], tl.load(place + 3 * form.C)[None, :]
     if form.GATE == 1:

@@ -108,7 +108,7 @@ class Plan(NamedTuple):
     reads: Reads
     matrices: Matrices
     masks: BlockMasks | None  # with a gate per channel in half precision
-    hopper: bool  # whether `_delta_hopper.py` goes through the chunks, forward
+    hopper: bool  # whether `_delta_hopper.py` goes through the chunks
 
 
 def _thrice(gpu: device.Device) -> str:
@@ -249,7 +249,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
         squares = [torch.empty((B, HV, chunks, C, C), **data) for _ in range(4 if low else 2)]
         read, plain = squares[2:] if low else (None, None)
     lengths = torch.empty((B, HV, chunks, 2, C), **wide) if call.normalize else None
-    decays = None if low else torch.empty((B, HV, chunks, 4, C), **wide)
+    decays = None if low else torch.empty((B, HV, chunks, 6 - gate, C), **wide)
     whole = torch.empty((B, HV, chunks) if gate == 1 else (B, HV, chunks, K), **wide)
     matrices = Matrices(squares[0], squares[1], read, plain, lengths, decays, whole, width)
     tensors = tuple(call.rows(t) for t in (call.q, call.k, call.v, call.a, call.b, call.g, call.beta))
@@ -264,14 +264,14 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     plan = Plan(
         form, tiles, packing, (present, axis), (packing.rooms * packing.slices, axis),
         (packing.slices, packing.sequences * HV), tensors, reads, matrices,
-        block_masks(form, call) if gate == 2 and not form.SINGLE else None,
-        rooms is None and hopper.serves(call),
+        block_masks(form, call) if gate == 2 and not form.SINGLE else None, hopper.serves(call),
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
     if tiles.registers is not None:
         facts["maxnreg"] = tiles.registers
     if gate == 1:
-        launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, packing, **facts)
+        maps = hopper.pair_maps(call, matrices) if plan.hopper and call.ends is None else None
+        launch(pairs_by_token, plan.parallel, q, k, g, beta, matrices, packing, maps, **facts)
     else:
         kernel, more = pairs_by_channel, ()
         if plan.masks is not None:
@@ -325,7 +325,7 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
     form = plan.form._replace(BV=plan.tiles.chain, OUT=o is not None)
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
     if states.made is not None and plan.hopper:
-        hopper.walk(plan, call, None, states, packing)
+        hopper.walk(plan, call, hopper.STATES, call.v, None, states, None, (None, None), packing)
         _join(plan, call, states, False)
     elif states.made is not None:
         both = packing._replace(slices=packing.slices + -(-form.K // form.BV))
@@ -333,7 +333,8 @@ def chain(plan: Plan, call: DeltaCall, o: Maybe, states: ChunkStates) -> None:
         launch(chain_states, grid, *args, both, call.scale, form=ends, **facts)
         _join(plan, call, states, False)
     if plan.hopper:
-        hopper.walk(plan, call, o, states, packing)
+        mode, out = (hopper.STATES, states.solved) if o is None else (hopper.OUTPUTS, o)
+        hopper.walk(plan, call, mode, call.v, out, states, states.before, (None, None), packing)
         return
     launch(chain_states, plan.chains, *args, packing, call.scale, form=form, **facts)
 
@@ -359,7 +360,9 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
     facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     grid = count, plan.parallel[1]
-    if plan.form.GATE == 1:
+    if plan.hopper:
+        hopper.start_gradients(grid, call, rows.data, matrices, states, grads, packing)
+    elif plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
     elif plan.form.SINGLE:
         launch(
@@ -381,12 +384,20 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
 
 
-def _reverse(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int) -> None:
-    """The chain in reverse and the gradients of its chunks, `some` chunks at a time if not 0."""
+def _reverse(
+    plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int, other: Maybe
+) -> None:
+    """The chain in reverse and the gradients of its chunks, `some` chunks at a time if not 0. other: beta's gradient
+    over the second half of v's columns, where halves have their own."""
     form, packing, present = plan.form._replace(BV=plan.tiles.chain), plan.packing, plan.parallel[0]
     facts: dict[str, Any] = {"num_warps": plan.tiles.warps[1], "num_stages": plan.tiles.stages[0]}
 
     def walk(form: DeltaForm, states: ChunkStates, packing: Packing) -> None:
+        if plan.hopper:
+            out, kept = (None, None) if form.ENDS else (grads.v, states.later)
+            sums = grads.beta, other
+            hopper.walk(plan, call, hopper.REVERSE, rows.data, out, states, kept, sums, packing)
+            return
         args = plan.reads, rows, plan.matrices, states, grads, packing, call.scale
         launch(chain_gradients, plan.chains, *args, form=form, **facts)
 
@@ -433,9 +444,12 @@ def delta_bwd(
     slices, sums = plan.packing.slices, dbeta
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
-    rows = call.rows(do)
+    rows = call.rows(do if not plan.hopper or hopper.mapped(do) else do.contiguous())
     assert rows is not None
     states = ChunkStates(dlast, dfirst, before, later, solved, turned, made, starts)
-    _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some)
+    other = torch.empty_like(dbeta) if dbeta is not None and plan.hopper else None
+    _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some, other)
+    if dbeta is not None and other is not None:
+        dbeta += other
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)

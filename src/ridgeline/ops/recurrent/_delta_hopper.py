@@ -1,7 +1,7 @@
-"""Starts of the delta rule's Gluon kernel for Hopper: a gate per token, half precision, 128 channels and columns.
+"""Starts of the delta rule's Gluon kernels for Hopper: a gate per token, half precision, 128 channels and columns.
 
-It goes through the chunks forward. `_delta_chunks.py` makes the matrices, joins segments, and serves every other call
-and backward.
+The chains and the gradients of chunks are here; `_delta_chunks.py` makes the matrices, joins segments, and serves every
+other call. Outputs and gradients have the same places in memory, so either kernel may follow the other's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent._delta import PairMaps
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
+from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
 
 Maybe = torch.Tensor | None
-STAGES = 3, 4  # chunks that tiles are brought ahead for outputs and for N and M, as shared memory allows
+OUTPUTS, STATES, REVERSE = range(3)  # what `walk` makes
+STAGES = 3, 4, 2  # chunks that a chain's tiles are brought ahead, as shared memory allows
 ROWS, WIDTH = 64, 128
 
 
@@ -27,7 +30,7 @@ def mapped(t: torch.Tensor) -> bool:
 
 
 def serves(call: Any) -> bool:
-    """Whether the kernel serves a call of `_delta_chunks.py`; it makes the same numbers."""
+    """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding."""
     if tracing() or call.g.dim() != 3 or call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16):
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:
@@ -35,24 +38,54 @@ def serves(call: Any) -> bool:
     return all([mapped(t) for t in (call.q, call.k, call.v)])
 
 
-def _rows(t: torch.Tensor, width: int, call: Any) -> TensorMap:
+def _rows(t: torch.Tensor, width: int, call: Any, swizzle: int = 128) -> TensorMap:
     packed = call.ends is not None
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), 128, packed)
+    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), swizzle, packed)
 
 
-def walk(plan: Any, call: Any, out: Maybe, states: Any, packing: Any) -> None:
-    """Goes through all sequences, or segments of them, for outputs; without them for segments' N and M."""
+def pair_maps(call: Any, matrices: Any) -> PairMaps:
+    """What `pairs_by_token`, a kernel of Triton, moves rows by where sequences are not packed."""
+    both = matrices.pair[..., : 2 * ROWS]
+    return PairMaps(_rows(call.q, WIDTH, call, 0), _rows(call.k, WIDTH, call, 0), _rows(both, ROWS, call, 0))
+
+
+def walk(
+    plan: Any, call: Any, mode: int, rows: torch.Tensor, out: Maybe, states: Any, kept: Maybe,
+    sums: tuple[Maybe, Maybe], packing: Any,
+) -> None:  # fmt: skip
+    """Goes through all sequences, or segments of them, for outputs, for the states before chunks, or in reverse.
+
+    rows: v, or do. out: where o, U / beta or the gradient of v go; None for N, and forward M, of segments alone. kept:
+    where states go, or their gradients. sums: for the gradient of beta over each half of v's columns."""
     m, half = plan.matrices, WIDTH // 2
     maps = WalkMaps(
-        _rows(call.q, WIDTH, call), _rows(call.k, WIDTH, call), _rows(call.v, half, call),
+        _rows(call.q, WIDTH, call), _rows(call.k, WIDTH, call), _rows(rows, half, call),
         _rows(m.pair[..., : 2 * ROWS], ROWS, call), TensorMap(m.decays, (1, 1, 1, 4, ROWS)),
         None if out is None else _rows(out, half, call),
+        None if kept is None else TensorMap(kept, (1, 1, 1, half, WIDTH), 128),
+        _rows(states.solved, half, call) if mode == REVERSE and out is not None else None,
     )  # fmt: skip
     sizes = Walk(
-        m.whole, states.first, states.last, states.starts, states.made if out is None else None, packing.ends,
-        packing.sequences, packing.tokens, packing.heads, packing.chunks, packing.span, packing.rooms,
+        m.whole, states.first, states.last, states.starts, states.made if out is None else None, *sums, packing.ends,
+        packing.sequences, packing.tokens, packing.heads, packing.chunks, packing.begin, packing.span, packing.rooms,
         call.v.shape[2] // call.k.shape[2],
     )  # fmt: skip
-    facts: dict[str, Any] = {"STAGES": STAGES[out is None], "num_warps": 4, "maxnreg": 168}
-    turns = 2 if out is None else 1
+    facts: dict[str, Any] = {"MODE": mode, "STAGES": STAGES[mode], "num_warps": 4, "maxnreg": 168}
+    turns = 2 if out is None and mode != REVERSE else 1
     launch(walk_chunks, (packing.rooms * turns, plan.chains[1]), sizes, maps, call.scale, **facts)
+
+
+def start_gradients(
+    grid: tuple[int, int], call: Any, do: torch.Tensor, matrices: Any, states: Any, grads: Any, packing: Any
+) -> None:
+    """The gradients of q, k and the gate in the chunks from packing.begin on, of which the numbers begin there."""
+    single = grads.q.dtype == torch.float32
+    made = (grads.q, grads.k) if single else (_rows(grads.q, WIDTH, call), _rows(grads.k, WIDTH, call))
+    inputs = [_rows(t, WIDTH, call) for t in (call.q, call.k, do, grads.v, states.solved)]
+    squares = [TensorMap(t, (1, 1, 1, WIDTH, WIDTH), 128) for t in (states.before, states.later)]
+    numbers = ChunkNumbers(
+        matrices.decays, matrices.lengths, matrices.whole, grads.g, packing.ends, packing.sequences, packing.tokens,
+        packing.heads, packing.chunks, packing.begin, call.v.shape[2] // call.k.shape[2],
+    )  # fmt: skip
+    facts: dict[str, Any] = {"NORMALIZE": call.normalize, "FLOAT": single, "num_warps": 4}
+    launch(chunk_gradients, grid, numbers, ChunkMaps(*inputs, *squares, *made), call.scale, **facts)

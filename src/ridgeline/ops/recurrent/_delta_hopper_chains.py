@@ -1,4 +1,4 @@
-"""The delta rule's chain with a gate per token, in Gluon for Hopper, forward: a sequence and head a program.
+"""The delta rule's chains with a gate per token, in Gluon for Hopper: a sequence and head a program.
 
 A warp brings each chunk's tiles by TMA, some chunks ahead. Two warpgroups go through the chunks, each with half of v's
 columns: their states never meet, so they wait for tiles alone. All is transposed, as in `chain_states`.
@@ -18,22 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ridgeline.ops.recurrent._delta_hopper_gradients import coordinates, room_of, sequence_at
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
-from ridgeline.tiles.warpgroup import flat, operand_layout, sequence_row, sums_layout
+from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
 C = gl.constexpr(64)  # rows of a chunk
 HALF = gl.constexpr(64)  # columns of v of a warpgroup
 
 
 class WalkMaps(NamedTuple):
-    """Tensor maps: rows (B, heads, T, columns) and numbers (B, heads, chunks, 4, C)."""
+    """Tensor maps: rows (B, heads, T, columns), states (B, heads, chunks, V, K), numbers (B, heads, chunks, 5, C)."""
 
     q: Any
     k: Any
-    v: Any
+    v: Any  # or do
     squares: Any  # P in the first 64 columns of a row, and L in the next
     decays: Any
-    out: Any  # o; None for N and M
+    rows: Any  # written: o, or U / beta, or the gradient of v; None for N and M
+    states: Any  # written: the states before chunks, or their gradients after chunks; or None
+    solved: Any  # U / beta, in reverse; or None
 
 
 class Walk(NamedTuple):
@@ -42,41 +45,17 @@ class Walk(NamedTuple):
     last: Any
     starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
     made: Any  # N and M of each segment, turned: (B, heads, rooms, V + K, K) in float32, if they alone are wanted
+    sums: Any  # of the gradient of beta over the first half of v's columns, in reverse
+    others: Any  # over the second half
     ends: Any  # cu_seqlens or None
     sequences: Any
     tokens: Any
     heads: Any
     chunks: Any  # room of a head
+    begin: Any  # the first chunk
     span: Any  # chunks of a segment
     rooms: Any  # for segments, of a head
     group: Any
-
-
-@gluon.jit
-def room_of(ends, n, unit):
-    """Where the chunks, or segments, of packed sequence n are kept: each has room for one more than it may need."""
-    return gl.load(ends + n) // unit + n
-
-
-@gluon.jit
-def sequence_at(ends, sequences, spot, unit):
-    """The last packed sequence whose room begins at `spot` or before."""
-    n, beyond = 0 * spot, 0 * spot + sequences
-    while beyond - n > 1:
-        middle = (n + beyond) // 2
-        here = room_of(ends, middle, unit) <= spot
-        n, beyond = gl.where(here, middle, n), gl.where(here, beyond, middle)
-    return n
-
-
-@gluon.jit
-def coordinates(ends, n, start, tokens, head, row, column):
-    """Of a sequence's row in a tensor map."""
-    if ends is None:
-        return n, head, row, column
-    else:
-        far, end, high = sequence_row(start, tokens, row)
-        return far, end, head, high, column
 
 
 class Place(NamedTuple):
@@ -97,10 +76,10 @@ class Place(NamedTuple):
 
 
 @gluon.jit
-def _place(walk):
+def _place(walk, REVERSE: gl.constexpr):
     head, spot = gl.program_id(1), gl.program_id(0)
     turn = spot < 0
-    if walk.made is not None:
+    if walk.made is not None and not REVERSE:
         turn = spot % 2 == 1
         spot = spot // 2
     n, h = head // walk.heads, head % walk.heads
@@ -113,11 +92,11 @@ def _place(walk):
         tokens = gl.load(walk.ends + n + 1) - start
         kept = room_of(walk.ends, n, C)
     last = gl.maximum((tokens + unit - 1) // unit, 1) - 1
-    low = segment * walk.span
+    low = walk.begin + segment * walk.span
     count = gl.maximum(gl.minimum(low + walk.span, (tokens + C - 1) // C) - low, 0)
     none = segment > last
     if walk.made is not None:  # the last segment needs no N, and the first no M
-        none = none | (segment == last) | (turn & (segment == 0))
+        none = none | (segment == (0 if REVERSE else last)) | (turn & (segment == 0))
     count = gl.where(none, -1, count)
     room = head.to(gl.int64) * walk.rooms + spot
     return Place(batch, n, h, start, tokens, kept, room, segment == 0, segment == last, turn, low, count)
@@ -135,6 +114,7 @@ class Rings(NamedTuple):
     solve: Any
     pair: Any
     decays: Any
+    solved: Any  # halves
     ready: Any
     free: Any
 
@@ -147,12 +127,12 @@ def _numbers_of(rings, stage, row: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _begin_state(walk, place, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def _begin_state(walk, place, ME: gl.constexpr, REVERSE: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     LAYOUT: gl.constexpr = sums_layout(K)
     column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
     depth = gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
     state = gl.zeros([HALF, K], gl.float32, LAYOUT)
-    here = place.first
+    here = place.last if REVERSE else place.first
     if walk.starts is None:
         here = here | (place.count >= 0)  # not in segments
     if walk.first is not None:  # noqa: SIM102  # decided at compile time, as below
@@ -168,9 +148,9 @@ def _begin_state(walk, place, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr
 
 
 @gluon.jit
-def _end_state(walk, place, state, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def _end_state(walk, place, state, ME: gl.constexpr, REVERSE: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     LAYOUT: gl.constexpr = sums_layout(K)
-    there = place.last
+    there = place.first if REVERSE else place.last
     if walk.starts is None:
         there = there | (place.count >= 0)
     column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
@@ -186,30 +166,36 @@ def _end_state(walk, place, state, ME: gl.constexpr, K: gl.constexpr, V: gl.cons
 
 
 @gluon.jit
-def _walk(ME: gl.constexpr, maps, walk, rings, outs, scale, OUT: gl.constexpr):
-    """A warpgroup's columns of v. outs: where its rows leave shared memory; without OUT only the last state does."""
+def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.constexpr, ENDS: gl.constexpr):
+    """A warpgroup's columns of v. outs, kept: where its rows and its states leave shared memory."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
     K: gl.constexpr = maps.k.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
-    place = _place(walk)
+    place = _place(walk, False)
     own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
     none = gl.zeros([HALF, C], gl.float32, NARROW)
-    state = _begin_state(walk, place, ME, K, 2 * HALF)
+    state = _begin_state(walk, place, ME, False, K, 2 * HALF)
     out_tile = outs.index(ME)
     for t in range(place.count):
         chunk = place.low + t
         stage, odd = t % STAGES, (t // STAGES) & 1
         whole = gl.load(walk.whole + own + chunk)
-        left = gl.convert_layout(state.to(kind), operand_layout(NARROW))
+        low = state.to(kind)
+        if not OUT and not ENDS:
+            tma.store_wait(1)  # of the previous chunk's two, the states
+            flat(kept.index(ME)).store(low)
+            fence_async_shared()
+            store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
+        left = gl.convert_layout(low, operand_layout(NARROW))
         mbarrier.wait(rings.ready.index(stage), odd)
         tk = flat(rings.k.index(stage))
         x = warpgroup_mma(left, tk.permute((1, 0)), none, use_acc=False, is_async=True)
         if OUT:
             out = warpgroup_mma(left, flat(rings.q.index(stage)).permute((1, 0)), none, use_acc=False, is_async=True)
         tv = flat(rings.v.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
-        if not OUT:
+        if ENDS:
             tv = gl.where(place.turn, 0.0, tv)
         factor = _numbers_of(rings, stage, 3, NARROW)
         if OUT:
@@ -224,7 +210,8 @@ def _walk(ME: gl.constexpr, maps, walk, rings, outs, scale, OUT: gl.constexpr):
             out, y = warpgroup_mma_wait(0, deps=(out, y))
         else:
             y = warpgroup_mma_wait(0, deps=(y,))
-        u = factor * (x - y)
+        y = x - y
+        u = factor * y
         right = gl.convert_layout((_numbers_of(rings, stage, 2, NARROW) * u).to(kind), operand_layout(WIDE))
         pending = warpgroup_mma(right, tk, state, is_async=True)
         if OUT:
@@ -235,42 +222,52 @@ def _walk(ME: gl.constexpr, maps, walk, rings, outs, scale, OUT: gl.constexpr):
             out = warpgroup_mma_wait(0, deps=(out,))
             found = (scale * out).to(kind)
             tma.store_wait(0)
+        elif not ENDS:
+            found = y.to(kind)
+            tma.store_wait(1)
+        if not ENDS:
             flat(out_tile).permute((1, 0)).store(found)
             fence_async_shared()
-            store(maps.out, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
-        else:
+            store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
+        if not OUT:
             state = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
-    _end_state(walk, place, state, ME, K, 2 * HALF)
+    _end_state(walk, place, state, ME, False, K, 2 * HALF)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _fill(maps, walk, rings, OUT: gl.constexpr):
-    """The warp that brings tiles."""
+def _fill(maps, walk, rings, MODE: gl.constexpr):
+    """The warp that brings tiles. MODE: 0 for outputs, 1 for states, 2 in reverse."""
     STAGES: gl.constexpr = rings.k.type.shape[0]
-    place = _place(walk)
+    place = _place(walk, MODE == 2)
     of_k = place.h // walk.group
     SIZE: gl.constexpr = (
         maps.k.block_type.nbytes + 2 * maps.v.block_type.nbytes + maps.squares.block_type.nbytes
         + maps.decays.block_type.nbytes
     )  # fmt: skip
-    MORE: gl.constexpr = maps.q.block_type.nbytes + maps.squares.block_type.nbytes if OUT else 0
+    MORE: gl.constexpr = 0 if MODE == 1 else maps.q.block_type.nbytes + maps.squares.block_type.nbytes
+    LAST: gl.constexpr = 2 * maps.solved.block_type.nbytes if maps.solved is not None else 0
     for t in range(place.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
         chunk = place.low + t
+        if MODE == 2:
+            chunk = place.low + place.count - 1 - t
         mbarrier.wait(rings.free.index(stage), odd ^ 1)
         ready = rings.ready.index(stage)
-        mbarrier.expect(ready, SIZE + MORE)
+        mbarrier.expect(ready, SIZE + MORE + LAST)
         load(maps.k, _at(walk, place, of_k, chunk, 0), ready, rings.k.index(stage))
         load(maps.decays, [place.batch, place.h, place.kept + chunk, 0, 0], ready, rings.decays.index(stage))
         load(maps.v, _at(walk, place, place.h, chunk, 0), ready, rings.v.index(2 * stage))
         load(maps.v, _at(walk, place, place.h, chunk, HALF), ready, rings.v.index(2 * stage + 1))
         load(maps.squares, _at(walk, place, place.h, chunk, C), ready, rings.solve.index(stage))
-        if OUT:
+        if MODE != 1:
             load(maps.squares, _at(walk, place, place.h, chunk, 0), ready, rings.pair.index(stage))
             load(maps.q, _at(walk, place, of_k, chunk, 0), ready, rings.q.index(stage))
+        if maps.solved is not None:
+            load(maps.solved, _at(walk, place, place.h, chunk, 0), ready, rings.solved.index(2 * stage))
+            load(maps.solved, _at(walk, place, place.h, chunk, HALF), ready, rings.solved.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -279,22 +276,100 @@ def _ring(source, COUNT: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["scale"])
-def walk_chunks(walk, maps, scale, STAGES: gl.constexpr):
-    """The outputs of all chunks; without maps.out N and M of each segment."""
-    OUT: gl.constexpr = maps.out is not None
+def walk_chunks(walk, maps, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
+    """MODE: 0 for outputs, 1 for the states before chunks and U / beta, 2 in reverse for gradients."""
     k, v, solve = _ring(maps.k, STAGES), _ring(maps.v, 2 * STAGES), _ring(maps.squares, STAGES)
-    q, pair, outs = k, solve, v
-    if OUT:
-        q, pair, outs = _ring(maps.q, STAGES), _ring(maps.squares, STAGES), _ring(maps.out, 2)
+    q, pair, solved = k, solve, v
+    if MODE != 1:
+        q, pair = _ring(maps.q, STAGES), _ring(maps.squares, STAGES)
+    if maps.solved is not None:
+        solved = _ring(maps.solved, 2 * STAGES)
     ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    rings = Rings(q, k, v, solve, pair, _ring(maps.decays, STAGES), ready, free)
+    rings = Rings(q, k, v, solve, pair, _ring(maps.decays, STAGES), solved, ready, free)
+    outs, kept = v, v
+    if maps.rows is not None:
+        outs = _ring(maps.rows, 2)
+    if maps.states is not None:
+        kept = _ring(maps.states, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_walk, (0, maps, walk, rings, outs, scale, OUT)),
-            (_walk, (1, maps, walk, rings, outs, scale, OUT)),
-            (_fill, (maps, walk, rings, OUT)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if MODE == 2:
+        gl.warp_specialize(
+            [
+                (_backward, (0, maps, walk, rings, outs, kept, scale, maps.rows is None)),
+                (_backward, (1, maps, walk, rings, outs, kept, scale, maps.rows is None)),
+                (_fill, (maps, walk, rings, MODE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_forward, (0, maps, walk, rings, outs, kept, scale, MODE == 0, maps.rows is None)),
+                (_forward, (1, maps, walk, rings, outs, kept, scale, MODE == 0, maps.rows is None)),
+                (_fill, (maps, walk, rings, MODE)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+
+
+@gluon.jit
+def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, ENDS: gl.constexpr):
+    """A warpgroup's columns of v with time reversed: the gradients of states, of v and of beta."""
+    STAGES: gl.constexpr = rings.k.type.shape[0]
+    K: gl.constexpr = maps.k.block_type.shape[-1]
+    kind: gl.constexpr = maps.k.dtype
+    NARROW: gl.constexpr = sums_layout(C)
+    WIDE: gl.constexpr = sums_layout(K)
+    place = _place(walk, True)
+    own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
+    none = gl.zeros([HALF, C], gl.float32, NARROW)
+    state = _begin_state(walk, place, ME, True, K, 2 * HALF)
+    out_tile = outs.index(ME)
+    rows = gl.arange(0, C, gl.SliceLayout(0, NARROW))
+    for t in range(place.count):
+        chunk = place.low + place.count - 1 - t
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        whole = gl.load(walk.whole + own + chunk)
+        low = state.to(kind)
+        if not ENDS:
+            tma.store_wait(1)
+            flat(kept.index(ME)).store(low)
+            fence_async_shared()
+            store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
+        left = gl.convert_layout(low, operand_layout(NARROW))
+        mbarrier.wait(rings.ready.index(stage), odd)
+        tk, tq = flat(rings.k.index(stage)), flat(rings.q.index(stage))
+        turned = flat(rings.v.index(2 * stage + ME)).permute((1, 0))
+        dx = warpgroup_mma(left, tk.permute((1, 0)), none, use_acc=False, is_async=True)
+        other = warpgroup_mma(turned, flat(rings.pair.index(stage)), none, use_acc=False, is_async=True)
+        right = turned.load(NARROW).to(gl.float32) * (_numbers_of(rings, stage, 0, NARROW) * scale)
+        right = gl.convert_layout(right.to(kind), operand_layout(WIDE))
+        dx, other = warpgroup_mma_wait(0, deps=(dx, other))
+        factor = _numbers_of(rings, stage, 3, NARROW)
+        dx = _numbers_of(rings, stage, 2, NARROW) * dx + scale * other
+        y = gl.convert_layout((factor * dx).to(kind), operand_layout(NARROW))
+        y = warpgroup_mma(y, flat(rings.solve.index(stage)), none, use_acc=False, is_async=True)
+        state *= whole
+        y = warpgroup_mma_wait(0, deps=(y,))
+        dx -= y
+        dv = factor * dx
+        state = warpgroup_mma(right, tq, state, is_async=True)
+        right = gl.convert_layout((-_numbers_of(rings, stage, 1, NARROW) * dv).to(kind), operand_layout(WIDE))
+        state = warpgroup_mma(right, tk, state, is_async=True)
+        if not ENDS:
+            solved = flat(rings.solved.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+            sums = gl.sum(dx * solved, 0)
+            token = place.batch.to(gl.int64) * walk.tokens + place.start + chunk * C
+            at = (walk.others if ME else walk.sums) + token * walk.heads + place.h
+            gl.store(at + rows * walk.heads, sums, mask=rows < place.tokens - chunk * C)
+            tma.store_wait(1)
+            flat(out_tile).permute((1, 0)).store(dv.to(kind))
+            fence_async_shared()
+            store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)
+        state = warpgroup_mma_wait(0, deps=(state,))
+        barrier()
+        mbarrier.arrive(rings.free.index(stage), count=1)
+    _end_state(walk, place, state, ME, True, K, 2 * HALF)
+    tma.store_wait(0)
