@@ -161,8 +161,13 @@ def measured(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> i
     run: what to run in place of the step that follows the warm-up.
 
     On a GPU by PyTorch's allocator; what libraries keep beside our tensors is left out. On a CPU by the profiler."""
-    run = run or partial(setup.step, mode)
     setup.step(mode)
+    return peak_of(setup, mode, run)
+
+
+def peak_of(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> int:
+    """As `measured`, without the warm-up."""
+    run = run or partial(setup.step, mode)
     kept = [*setup.plain.parameters(), setup.tokens, setup.target]
     if mode == "step":
         kept += [t for s in setup.optimizer.state.values() for name, t in s.items() if name.startswith("exp_avg")]

@@ -86,7 +86,7 @@ def timed(setup: Setup, mode: str) -> list[Stopwatch]:
 
 
 def bench(job: str, options: argparse.Namespace, rates: dict[str, float]) -> Iterator[dict[str, Any]]:
-    """Yields a row for forward, backward and the step: seconds, parts, tokens/s, MFU and peak memory."""
+    """Yields a row for forward, backward and the step: seconds, parts, tokens/s, MFU and peak memory of our tensors."""
     one = options_of(job, options)
     device, size, gpu = chosen_device(one), shape(one), chosen_device(one).type == "cuda"
     if gpu and one.precision not in rates:
@@ -94,8 +94,6 @@ def bench(job: str, options: argparse.Namespace, rates: dict[str, float]) -> Ite
         lab.release(device)
     setup, started = build(one, device), time.perf_counter()
     for mode in MODES:
-        if gpu:
-            torch.cuda.reset_peak_memory_stats()
         runs = timed(setup, mode)
         seconds = lab.figures([run.whole for run in runs])
         flops = operations(size, mode, one.batch, one.context)
@@ -107,7 +105,7 @@ def bench(job: str, options: argparse.Namespace, rates: dict[str, float]) -> Ite
             "flops": flops,
             "mfu": flops / seconds["median"] / rate if rate else None,
             "roof_flops_per_second": rate,
-            "peak_bytes": torch.cuda.max_memory_allocated() if gpu else None,
+            "peak_bytes": memory.peak_of(setup, mode) if gpu else None,
             "since_start_seconds": time.perf_counter() - started,
         }
 
