@@ -157,8 +157,11 @@ def test_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
     assert "measured_bytes" not in row
     assert sum(row["kinds"].values()) == row["peak_bytes"]
     ET.parse(tmp_path / "m.svg")
-    assert cli.main([*given, "--grid", "16,32"]) == 0
+    assert cli.main([*given, "--grid", "16,32", "--record", str(tmp_path / "grid.jsonl")]) == 0
     assert sum("MiB" in line for line in capsys.readouterr().out.splitlines()) == 8
+    rows = [json.loads(line) for line in (tmp_path / "grid.jsonl").read_text().splitlines()]
+    assert [row["context"] for row in rows] == [16] * 4 + [32] * 4
+    assert all(row["measured_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,8 @@ def test_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
         (["memory", "--picture", "a.png"], ".svg or .html"),
         (["memory", "--picture", "/nowhere/a.svg"], "does not exist"),
         (["memory", "--card", "voodoo"], "unknown GPU"),
-        (["memory", "--grid", "a"], "--grid takes"),
+        (["memory", "--grid", "a"], "--grid: takes a whole number"),
+        (["memory", "--grid", "0"], "--grid takes whole numbers of 1 or more"),
         (["memory", "--context", "0"], "--context must be"),
         (["memory", "--size", "huge"], "no size 'huge'"),
         (["checkpoint", "--mode", "forward"], "backward or step"),

@@ -115,6 +115,11 @@ def test_kinds_of_kernels(name: str, owner: Owner, kind: str) -> None:
     assert owners.kind_of(name, owner, gpu=True) == kind
 
 
+def test_ranges_on_a_cpu_are_the_hosts() -> None:
+    assert owners.kind_of("lm::phase:optimizer", Owner("optimizer"), gpu=False) == "host"
+    assert owners.kind_of("aten::_fused_adamw_", Owner("optimizer"), gpu=False) == "optimizer"
+
+
 def test_gaps_say_what_the_host_did() -> None:
     phase = event(PHASE + "forward", 0, 200)
     module = event(MODULE + "model.layers.0.mlp", 5, 90, phase)

@@ -23,7 +23,7 @@ from ridgeline.lm import lab, owners
 from ridgeline.lm.bench import Stopwatch
 from ridgeline.lm.lab import units
 from ridgeline.lm.owners import Item, Ranges
-from ridgeline.lm.setup import Setup, build, chosen_device, flags
+from ridgeline.lm.setup import Setup, build, chosen_device, flags, named
 from ridgeline.op import RidgelineError
 
 PHASES = ("inference", "forward", "recompute", "backward", "optimizer")
@@ -358,7 +358,8 @@ def main(options: argparse.Namespace) -> int:
     said = nsys(options) if options.nsys else None
     figures = measured(options) | {"nsys": said}
     if options.record:
-        lab.record(options.record, [figures], "profile")
+        about = named(argparse.Namespace(**vars(options) | {"mode": "step"}))
+        lab.record(options.record, [about | figures], "profile")
     if options.json:
         print(json.dumps(figures))
         return 0
