@@ -21,7 +21,7 @@ from ridgeline import device as devices
 from ridgeline.lm import curves, lab
 from ridgeline.lm.ledger import Ledger, account, embody
 from ridgeline.lm.model import Layer, Transformer
-from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, named, shape
+from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, named, shape, tokens_of
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
 
@@ -329,9 +329,7 @@ def main(options: argparse.Namespace) -> int:
     for path in (options.picture, options.snapshot):
         if path and not path.parent.is_dir():
             raise RidgelineError(f"lm: {path} is in a folder that does not exist")
-    for name in ("context", "batch"):
-        if getattr(options, name) < 1:
-            raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    tokens_of(options)
     lab.above_zero("memory", grid=options.grid or [])
     lab.recordable(options.record)
     if options.snapshot:
