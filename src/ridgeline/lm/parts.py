@@ -109,7 +109,7 @@ def scaled(options: argparse.Namespace) -> Iterator[Row]:
     """Yields matrix products and an MLP as they grow, with the exponents."""
     words = [f"--precision={options.precision}", "--budget=0.15"]
     if chosen_device(options).type == "cpu":
-        words += ["--sides=256,512,1024", "--factors=1,2,4", "--device=cpu"]
+        words += ["--sides=256,512,1024", "--factors=1,2,3", "--device=cpu"]
     for table in answer("scale", *words):
         for one in table.pop("rows"):
             seconds = {end: ms / 1e3 for end, ms in one["ms"].items()}

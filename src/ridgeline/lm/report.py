@@ -133,7 +133,7 @@ def render(sources: list[dict[str, Any]], options: argparse.Namespace) -> str:
             sections.append({"id": name, "short": short, "title": title, "lead": lead, "shown": shown})
     left = [] if sources[0]["recorded"] else missing(sources[0]["rows"], options)
     top, beneath = headline(sources[0])
-    states = [("Recorded", ": ".join(headline(other)), "bench") for other in sources[1:]]
+    states = [("Recorded", ". ".join(headline(other)), "bench") for other in sources[1:]]
     if left:
         states.append(("Left out", f"{len(left)} parts, to keep to {options.minutes:g} minutes", "left"))
     return lab.page("page.html.j2", title=sources[0]["name"], sections=sections, sources=sources, left=left,

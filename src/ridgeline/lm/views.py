@@ -82,14 +82,13 @@ def bench(rows: list[Row]) -> Shown:
         step = ways.get("step", {})
         guess = guesses.get((case, dtype, impl, "step"))
         rate = f"{step['tokens_per_second']:,.0f}" if step else units.DASH
-        mfu = step["mfu"] if step and step["mfu"] else units.DASH
+        mfu = units.percent(step["mfu"]) if step and step["mfu"] else units.DASH
         times = [time(ways[way]["seconds"]) if way in ways else units.DASH for way in ("forward", "backward", "step")]
         peak = step.get("peak_bytes")
-        cells.append(
-            [f"{case} {dtype}", impl, *times, rate, mfu, units.size(guess), units.size(peak), off(guess, peak)]
-        )
-    heads = ("Work", "Implementation", "Forward", "Forward and backward", "Step", "Tokens/s", "MFU", "Peak, predicted",
-             "Peak, measured", "Prediction is off")  # fmt: skip
+        said = f"{units.size(guess)} ({off(guess, peak)})" if guess and peak else units.size(guess)
+        cells.append([f"{case} {dtype}", impl, *times, rate, mfu, units.size(peak), said])
+    heads = ("Work", "Ops", "Forward", "Forward and backward", "Step", "Tokens/s", "MFU", "Peak, measured",
+             "Peak, predicted")  # fmt: skip
     shown = Shown([Table("", heads, cells)] if cells else [])
     largest = [r for r in rows if r["part"] == "context" and "fits" in r]
     if largest:
@@ -143,7 +142,7 @@ def profile(rows: list[Row]) -> Shown:
             shown.said.append("On a CPU there are no gaps: no GPU waits for the host.")
         reads = "; ".join(f"{n} a step at {line}" for line, n in data["reads"].items())
         shown.said.append(f"Synchronisations: {reads or 'none: the host reads no value in a step'}.")
-        if demo := data.get("demo"):
+        if data["device"] == "cuda" and (demo := data.get("demo")):  # on a CPU the host waits for nothing
             quiet, loud = (units.seconds(demo[name]) for name in ("quiet", "printing"))
             shown.said.append(f"A loop of steps takes {quiet} a step. One that prints each loss takes {loud}: the host "
                               "waits there for the whole step.")  # fmt: skip
@@ -269,8 +268,8 @@ def scale(rows: list[Row]) -> Shown:
         if data["exponent"] is not None:
             larger = data["exponent_of_larger_half"]
             half = "" if larger is None else f", as size^{larger:.2f} over the larger half"
-            said.append(f"{title}: time grows as size^{data['exponent']:.2f}{half}; {us(data['overhead_ms'] * 1e3)} "
-                        "of the smallest are overhead.")  # fmt: skip
+            over = us(data["overhead_ms"] * 1e3) if data["overhead_ms"] > 0 else "nothing"
+            said.append(f"{title}: time grows as size^{data['exponent']:.2f}{half}; overhead of the smallest: {over}.")
     return Shown(tables, said=said)
 
 

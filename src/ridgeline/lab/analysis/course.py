@@ -75,7 +75,7 @@ def gib(nbytes: float) -> str:
 
 def warm_up(rows: list[Row]) -> str | None:
     """The mean step after each number of warm-ups, and what the first step of a process takes."""
-    studied = {row["warmups"]: row for row in of(rows, "bench", size="small") if "seconds" in row}
+    studied = {row["warmups"]: row for row in of(rows, "bench", size="small", autocast=None) if "seconds" in row}
     if len(studied) < 2:
         return None
     means = ", ".join(units.seconds(studied[n]["seconds"]["mean"]) for n in sorted(studied))
