@@ -300,6 +300,13 @@ def test_a_printed_table_shows_strings_as_they_are(capsys: Any) -> None:
     assert [line.split() for line in said[4:6]] == [["[red]a[/red]", "1.0"], ["b", "12.0"]]
 
 
+def test_a_wide_table_loses_nothing_in_a_pipe(capsys: Any) -> None:
+    cells = [f"{n}.00 GiB and more" for n in range(12)]
+    tables.print_table(None, ["word"], [f"figure {n}" for n in range(12)], [("x", *cells)])
+    said = capsys.readouterr().out
+    assert all(cell in said for cell in cells)
+
+
 def test_precision_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["lm", "precision", "--device", "cpu", "--picture", str(tmp_path / "p.svg")]) == 0
     said = capsys.readouterr().out
