@@ -7,6 +7,7 @@ import pytest
 
 from ridgeline import cli
 from ridgeline.lab.analysis import course
+from ridgeline.lab.measurement import store
 from ridgeline.op import RidgelineError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,20 @@ TIMES = {"median": 0.002, "low": 0.001, "high": 0.003, "mean": 0.0025}
 POINT = {"batch": 8, "dtype": "float32", "causal": False, "dim": 128, "in_use_bytes": 2**30}
 XL = {"size": "xl", "context": 2048, "batch": 4, "mode": "step", "precision": "float32", "impl": "ridgeline"}
 XL |= {"checkpoint": 0, "compile": False}
+FULL = {"kind": "", "bound": "", "status": "ok", "peer": False, "share": 0.5, "seconds": TIMES}
+FULL |= dict.fromkeys(("bytes", "read", "write", "flops", "roof_seconds"), 1)
+OTHERS = [
+    {"type": "bench", "op": "weighted_sum", "case": "16384x4096", "dtype": "float32", "impl": impl, "direction": way}
+    | FULL
+    for impl in ("triton", "torch")
+    for way in ("forward", "backward")
+]
+MODELS = [
+    {"type": "lm", "part": "bench", "case": "xl 4 x 512", "dtype": "bfloat16", "impl": impl, "direction": way}
+    | {"seconds": TIMES, "status": "ok"}
+    for impl in ("ours", "plain", "compiled")
+    for way in ("forward", "backward")
+]
 ROWS = [
     ("bench", {"size": "small", "warmups": 0, "seconds": TIMES | {"mean": 0.25}}),
     ("bench", {"size": "small", "warmups": 5, "seconds": TIMES}),
@@ -24,11 +39,86 @@ ROWS = [
     ("attention", POINT | {"impl": "compiled", "seq": 16384, "seconds": {"forward": TIMES}}),
     ("attention", POINT | {"impl": "compiled", "seq": 8192, "seconds": {"forward": TIMES | {"median": 0.001}}}),
     ("scale", {"name": "products", "exponent": 2.871}),
-    ("memory", XL | {"measured_bytes": 99 << 30}),
     ("memory", XL | {"heads": 16, "measured_bytes": None}),
     ("memory", XL | {"width": 128, "measured_bytes": 1 << 30}),  # of another model
     ("checkpoint", XL | {"layers": 2, "way": "keep everything", "measured_bytes": 1 << 30, "seconds": 1.0}),
     ("checkpoint", XL | {"way": "keep everything", "measured_bytes": 99 << 30, "seconds": 4.0}),
+    (
+        "attention",
+        POINT
+        | {
+            "impl": "plain",
+            "batch": 1,
+            "dtype": "bfloat16",
+            "seq": 128,
+            "seconds": {"both": TIMES, "forward": TIMES, "backward": TIMES},
+        },
+    ),
+    (
+        "attention",
+        POINT
+        | {
+            "impl": "triton",
+            "batch": 1,
+            "dtype": "bfloat16",
+            "seq": 128,
+            "seconds": {"both": TIMES, "forward": TIMES, "backward": TIMES},
+        },
+    ),
+    (
+        "profile",
+        {"size": "medium", "context": 512, "impl": "naive", "precision": "float32", "device": "cuda"}
+        | {
+            "kinds": {
+                "products": {"inference": 9, "forward": 30, "backward": 30},
+                "norms": {"inference": 9, "forward": 40, "backward": 0},
+            },
+            "attention": {"products": {"us": 10, "flops": 100}, "softmax": {"us": 20, "flops": 5}},
+        },
+    ),
+    (
+        "bench",
+        {
+            "size": "small",
+            "mode": "step",
+            "autocast": "bfloat16",
+            "context": 512,
+            "impl": "ridgeline",
+            "seconds": TIMES,
+        },
+    ),
+    (
+        "leaderboard",
+        {
+            "board": "step",
+            "size": "leaderboard",
+            "impl": "ridgeline",
+            "seconds": TIMES,
+            "peak_memory_bytes": 137.8e9,
+            "floor_seconds": {"products": 0.001, "rest": 0.0005},
+        },
+    ),
+    ("leaderboard", {"board": "attention", "seconds": {"ridgeline": TIMES, "torch": TIMES}, "floor_seconds": 0.0015}),
+    *[
+        (
+            "memory",
+            {
+                "size": "xl",
+                "batch": 4,
+                "impl": "ridgeline",
+                "checkpoint": 0,
+                "context": context,
+                "mode": mode,
+                "precision": precision,
+                "measured_bytes": 100 << 30,
+                "peak_bytes": 99 << 30,
+            },
+        )
+        for context in (128, 2048)
+        for mode in ("forward", "step")
+        for precision in ("float32", "bfloat16")
+    ],
+    ("memory", XL | {"measured_bytes": 99 << 30, "peak_bytes": 99 << 30}),
     ("lecture6", {"description": "matmul(dim=8192)", "seconds": TIMES}),
     ("lecture6", {"description": "matmul(dim=16384)", "seconds": TIMES}),
 ]
@@ -37,7 +127,19 @@ SAID = {
     "attention": "d 128, context 8192: forward 2.00 ms, backward 2.00 ms, 1.0 GiB before backward; "
     "16384: out of memory",
     "compiled": "float32, d 128, context 8192, forward: compiled 1.00 ms, plain 2.00 ms",
-    "flash": "–",
+    "flash": "bfloat16, d 128, context 128, both: triton 2.00 ms, plain 2.00 ms",
+    "flash-forward": "bfloat16, d 128, context 128, forward: triton 2.00 ms, plain 2.00 ms",
+    "flash-backward": "bfloat16, d 128, context 128, backward: triton 2.00 ms, plain 2.00 ms",
+    "weighted-sum": "16384 x 4096, float32: forward 2.00 ms, PyTorch's 2.00 ms; backward 2.00 ms, PyTorch's 2.00 ms",
+    "models": "xl, bfloat16: forward: ours 2.00 ms, plain 2.00 ms; forward and backward: ours 2.00 ms, plain 2.00 ms",
+    "compiled-models": "xl, bfloat16, backward: compiled 2.00 ms, plain 2.00 ms, ours 2.00 ms",
+    "profile": "medium, float32: products 60%, norms 40% of training; softmax takes 2.00 of the time of attention's "
+    "products, for 0.05 of their operations",
+    "autocast": "step: small 2.00 ms",
+    "leaderboard": "2.00 ms ±50%, floor 1.50 ms, peak 137.8 GB",
+    "attention-board": "2.00 ms; PyTorch's own 2.00 ms, floor 1.50 ms",
+    "peaks": "xl in float32 and bfloat16: 128 forward 100.0 GiB and 100.0 GiB, 128 step 100.0 GiB and 100.0 GiB, "
+    "2048 forward 100.0 GiB and 100.0 GiB, 2048 step 99.0 GiB and 100.0 GiB; predicted within 1.0%",
     "scale": "products^2.87",
     "lecture": "`matmul(dim=16384)` 2.00 ms",
     "memory": "; measured peak of a step 99.0 GiB",
@@ -51,6 +153,11 @@ def page(root: Path, gpu: str | None = "NVIDIA H200", name: str = "h200") -> str
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [{"type": f"lm {verb}", "machine": {"gpu": gpu}} | row for verb, row in ROWS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path, found in ((course.BENCH, OTHERS), (course.SURVEY, MODELS)):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(
+            "".join(json.dumps({"schema": store.SCHEMA, "run": "a"} | row) + "\n" for row in found)
+        )
     return course.filled("".join(f"<!-- course {name} -->old<!-- /course -->|" for name in course.ANSWERS), root)
 
 

@@ -157,8 +157,11 @@ def test_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
     assert "measured_bytes" not in row
     assert sum(row["kinds"].values()) == row["peak_bytes"]
     ET.parse(tmp_path / "m.svg")
-    assert cli.main([*given, "--grid", "16,32"]) == 0
+    assert cli.main([*given, "--grid", "16,32", "--record", str(tmp_path / "grid.jsonl")]) == 0
     assert sum("MiB" in line for line in capsys.readouterr().out.splitlines()) == 8
+    rows = [json.loads(line) for line in (tmp_path / "grid.jsonl").read_text().splitlines()]
+    assert [row["context"] for row in rows] == [16] * 4 + [32] * 4
+    assert all(row["measured_bytes"] == pytest.approx(row["peak_bytes"], rel=0.05) for row in rows)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,8 @@ def test_prints_and_draws(tmp_path: Path, capsys: Any) -> None:
         (["memory", "--picture", "a.png"], ".svg or .html"),
         (["memory", "--picture", "/nowhere/a.svg"], "does not exist"),
         (["memory", "--card", "voodoo"], "unknown GPU"),
-        (["memory", "--grid", "a"], "--grid takes"),
+        (["memory", "--grid", "a"], "--grid: takes a whole number"),
+        (["memory", "--grid", "0"], "--grid takes whole numbers of 1 or more"),
         (["memory", "--context", "0"], "--context must be"),
         (["memory", "--size", "huge"], "no size 'huge'"),
         (["checkpoint", "--mode", "forward"], "backward or step"),
@@ -294,6 +298,13 @@ def test_a_printed_table_shows_strings_as_they_are(capsys: Any) -> None:
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert said[:-1] == tables.table_text("title", words, figures, rows).splitlines()
     assert [line.split() for line in said[4:6]] == [["[red]a[/red]", "1.0"], ["b", "12.0"]]
+
+
+def test_a_wide_table_loses_nothing_in_a_pipe(capsys: Any) -> None:
+    cells = [f"{n}.00 GiB and more" for n in range(12)]
+    tables.print_table(None, ["word"], [f"figure {n}" for n in range(12)], [("x", *cells)])
+    said = capsys.readouterr().out
+    assert all(cell in said for cell in cells)
 
 
 def test_precision_prints_and_draws(tmp_path: Path, capsys: Any) -> None:

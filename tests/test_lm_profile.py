@@ -115,6 +115,11 @@ def test_kinds_of_kernels(name: str, owner: Owner, kind: str) -> None:
     assert owners.kind_of(name, owner, gpu=True) == kind
 
 
+def test_ranges_on_a_cpu_are_the_hosts() -> None:
+    assert owners.kind_of("lm::phase:optimizer", Owner("optimizer"), gpu=False) == "host"
+    assert owners.kind_of("aten::_fused_adamw_", Owner("optimizer"), gpu=False) == "optimizer"
+
+
 def test_gaps_say_what_the_host_did() -> None:
     phase = event(PHASE + "forward", 0, 200)
     module = event(MODULE + "model.layers.0.mlp", 5, 90, phase)
@@ -162,7 +167,9 @@ def test_the_tables_add_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         summed = sum(row[phase] for row in found["layers"].values() for phase in phases)
         assert found["timer"][name]["summed"] == pytest.approx(summed)
         assert found["timer"][name]["timed"] > 0
-    assert set(found["demo"]) == {"quiet", "quiet_host", "printing", "printing_host"}
+    assert set(found["demo"]) == {"quiet", "quiet_host", "printing", "printing_host", "reads"}
+    assert [line for line in found["demo"]["reads"] if "profile.py" in line and "print(" in line]
+    assert not [line for line in found["reads"] if "print(" in line]
     assert "traceEvents" in json.loads(trace.read_text())
 
 
@@ -192,6 +199,7 @@ def test_the_steps_that_nsys_records(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--trace", "/nowhere/trace.json"), "there is no such folder"),
         (("--steps", "0"), "a whole number of 1 or more"),
         (("--heads", "3"), "heads"),
+        (("--context", "1000000000"), "needs at least"),
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("lm") / "run.jsonl"
     options = parsed("report", "--size", "tiny", "--context", 32, "--batch", 1, "--device", "cpu")
     run = lab.Recording(path, "cpu", "b" * 40)
-    for name in ("profile", "memory", "precision", "checkpoint"):
+    for name in ("profile", "memory", "precision", "checkpoint", "first", "leaderboard"):
         for row in parts.PARTS[name][0](options):
             run.write(row)
     for row in map(json.loads, recording(path.with_name("other.jsonl")).read_text().splitlines()):
@@ -60,7 +60,8 @@ def test_a_recorded_run_makes_a_page_that_asks_for_nothing(tiny, tmp_path, capsy
     page = (tmp_path / "index.html").read_text()
     assert len(page) < 3 << 20
     for words in ("recorded 20", "commit bbbbbbb", "Where the memory goes", "The five largest of", "float16 += float16",
-                  "Softmax against products", "keep everything",
+                  "Softmax against products", "keep everything", "The first step of a process",
+                  "Planned memory of a step, 2 x 32768 tokens", "attention 1 x 512",
                   "out of memory, no more", "script-src &#39;none&#39;"):  # fmt: skip
         assert words in page, words
     assert "<script>alert" not in page
@@ -90,6 +91,27 @@ def test_a_gpu_s_run_stands_beside_a_cpu_s(tiny, tmp_path, monkeypatch):
     assert [row["impl"] for row in rows] == ["ours", "compiled"]
 
 
+def test_a_recorded_run_shows_the_boards_of_its_gpu(tmp_path, monkeypatch):
+    file = tmp_path / "course/h200.jsonl"
+    file.parent.mkdir()
+    board = {"type": "lm leaderboard", "time": "2026-11-28T01:02:03Z"}
+    step = {"board": "step", "batch": 2, "context": 32768, "peak_memory_bytes": 137_800_000_000, "seconds": TIMES}
+    alone = {"board": "attention", "context": 16384, "seconds": {"ridgeline": TIMES, "torch": TIMES}}
+    rows = [board | step | {"floor_seconds": {"products": 1e-4, "rest": 1e-4}}]
+    rows += [{"type": "lm scale"}, board | {"board": "step"}, board | alone | {"floor_seconds": 1e-4}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(lab.store, "recorded", lambda: tmp_path)
+    assert [row["impl"] for row in lab.boards("h200")] == ["ridgeline", "ridgeline", "torch"]
+    assert report.main(parsed("report", "--recorded", recording(tmp_path / "h200.jsonl"), "--out", tmp_path)) == 0
+    page = (tmp_path / "index.html").read_text()
+    for words in ("2 x 32768, 2026-11-28", "attention 1 x 16384, 2026-11-28", "128 GiB"):
+        assert words in page, words
+    file.write_text("{\n")
+    with pytest.raises(RidgelineError, match="line 1 is no JSON"):
+        lab.boards("h200")
+    assert lab.boards("h100") == []
+
+
 def test_compare_holds_two_runs_against_each_other(tmp_path, capsys):
     one, two = recording(tmp_path / "one.jsonl"), recording(tmp_path / "two.jsonl", 0.8)
     parser = argparse.ArgumentParser()
@@ -115,6 +137,8 @@ def test_a_run_that_is_none_is_refused(tmp_path):
         report.main(parsed("report", "--minutes", "nan", "--out", tmp_path))
     with pytest.raises(RidgelineError, match="there is no size 'huge'"):
         report.main(parsed("report", "--size", "huge", "--out", tmp_path))
+    with pytest.raises(RidgelineError, match="--context must be at least 1"):
+        report.main(parsed("report", "--context", 0, "--out", tmp_path))
     (tmp_path / "file").write_text("")
     with pytest.raises(RidgelineError, match="cannot be written"):
         report.main(parsed("report", "--out", tmp_path / "file"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ridgeline import cli
-from ridgeline.lm import curves, folder, train
+from ridgeline.lm import curves, distillation, folder, train
 from ridgeline.lm.snapshots import Snapshots
 from ridgeline.lm.tokens import Sequences, in_order, read
 from ridgeline.op import RidgelineError
@@ -150,7 +150,7 @@ def test_a_student_nears_its_teacher(text: Path) -> None:
 
     def apart() -> float:
         with torch.no_grad():
-            return float(train.divergence(run.plain(tokens), run.teacher(tokens), 1.0))
+            return float(distillation.divergence(run.plain(tokens), run.teacher(tokens), 1.0))
 
     before = apart()
     train.train(run, Snapshots(text.parent / "run"))
@@ -170,7 +170,23 @@ def test_a_divergence_by_its_formula() -> None:
     student, teacher = torch.randn(2, 3, 7, dtype=torch.float64), torch.randn(2, 3, 7, dtype=torch.float64)
     p, q = (teacher / 3).softmax(-1), (student / 3).softmax(-1)
     wanted = (p * (p / q).log()).sum(-1).mean() * 9
-    assert float(train.divergence(student, teacher, 3.0)) == pytest.approx(float(wanted), rel=1e-4)
+    assert float(distillation.divergence(student, teacher, 3.0)) == pytest.approx(float(wanted), rel=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, 40, 1 << 20])
+def test_a_student_s_loss_in_groups_is_that_of_all_rows(group: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(distillation, "GROUP", group)
+    x, w, y, v = (
+        torch.randn(*size, requires_grad=size in ((9, 6), (13, 6))) for size in ((9, 6), (13, 6), (9, 8), (13, 8))
+    )
+    target, share, temperature = torch.randint(13, (9,)), 0.3, 2.0
+    z = x @ w.mT
+    own = torch.nn.functional.cross_entropy(z, target)
+    wanted = (1 - share) * own + share * distillation.divergence(z, y @ v.mT, temperature)
+    grads = torch.autograd.grad(3 * wanted, (x, w))
+    found = distillation.loss(x, w, y, v, target, share, temperature)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(3 * found, (x, w)), grads)
 
 
 def test_prints_a_sample_and_json(text: Path, capsys: Any) -> None:
@@ -245,7 +261,9 @@ def test_checkpoints_that_cannot_be_used(text: Path, capsys: Any) -> None:
     newest = Snapshots(text.parent / "run").files()[-1]
     whole = newest.read_bytes()
     newest.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RidgelineError, match=r"step-00000004\.pt is damaged.*resume from step-00000002\.pt"):
+    with pytest.raises(
+        RidgelineError, match=r"step-00000004\.pt is damaged \([^.]*\); remove it to resume from step-00000002\.pt"
+    ):
         ran(text, "--steps", "4", "--resume")
     torch.save({"identity": {}}, newest)
     with pytest.raises(RidgelineError, match="no checkpoint of `ridgeline lm train`"):

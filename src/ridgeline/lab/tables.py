@@ -56,8 +56,13 @@ def print_table(
     rows: Iterable[Sequence[Any]],
     out: Console | None = None,
 ) -> None:
-    """Prints a table: columns of words, then columns of figures. Strings are printed as they are, without markup."""
-    (out or console()).print(_filled(title, words, figures, rows), soft_wrap=True)
+    """Prints a table: columns of words, then columns of figures. Strings are printed as they are, without markup.
+
+    A file or a pipe gets lines as long as the figures need."""
+    out, made = out or console(), _filled(title, words, figures, rows)
+    if not (out.is_terminal or set(words) & set(LONG)):
+        out.width = max(out.width, out.measure(made, options=out.options.update(width=10_000)).maximum)
+    out.print(made, soft_wrap=True)
 
 
 def table_text(title: str | None, words: Sequence[str], figures: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -310,6 +310,33 @@ def recorded() -> Path:
     return store.recorded() / "lm"
 
 
+def boards(gpu: str) -> list[dict[str, Any]]:
+    """Returns rows of the part "leaderboard" from what `lm leaderboard --record` left for a GPU in results/course.
+
+    Raises RidgelineError if its file is torn."""
+    path = store.recorded() / "course" / f"{gpu}.jsonl"
+    newest: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else [], 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise RidgelineError(f"lm: {path} line {number} is no JSON") from error
+        if row["type"] == "lm leaderboard" and "seconds" in row:
+            newest[row["board"]] = row
+    found = []
+    for board, row in newest.items():
+        at, step = f", {row['time'][:10]}", board == "step"
+        base = {"part": "leaderboard", "dtype": "bfloat16", "status": "ok", "direction": "step" if step else "both"}
+        if step:
+            base |= {"case": f"{row['batch']} x {row['context']}{at}", "peak_bytes": row["peak_memory_bytes"]}
+            seconds, floor = {"ridgeline": row["seconds"]}, sum(row["floor_seconds"].values())
+        else:
+            base |= {"case": f"attention 1 x {row['context']}{at}"}
+            seconds, floor = row["seconds"], row["floor_seconds"]
+        found += [base | {"impl": impl, "seconds": one, "floor_seconds": floor} for impl, one in seconds.items()]
+    return found
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Returns whether an exception says that memory ran out, on a GPU or on the CPU."""
     signs = "can't allocate memory", "CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"

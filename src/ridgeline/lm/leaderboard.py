@@ -412,7 +412,8 @@ def main(options: argparse.Namespace) -> int:
             peak = f", peak {row['peak_memory_bytes'] / 1e9:.1f} GB" if row["peak_memory_bytes"] else ""
             lab.say(f"{row['whole_seconds']:.0f} s from {cache} compile cache (at most 600){peak}")
     if options.record:
-        lab.record(options.record, [row], "leaderboard")
+        about = {"size": options.size, "board": "attention" if options.attention else "step", "impl": options.impl}
+        lab.record(options.record, [about | row], "leaderboard")
     if options.json:
         print(json.dumps(row))
     return 0

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from ridgeline import device as devices
 from ridgeline.lm import curves, lab
 from ridgeline.lm.ledger import Ledger, account, embody
 from ridgeline.lm.model import Layer, Transformer
-from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, named, shape
+from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, flags, made, named, shape, tokens_of
 from ridgeline.lm.sizes import Size
 from ridgeline.op import RidgelineError
 
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     flags(parser, mode="step")
     add = parser.add_argument
     add("--card", metavar="NAME", help="predict for this card, or cpu (the GPU here, else h100)")
-    add("--grid", metavar="N,N", help="predict these contexts instead, forward and step, in float32 and bfloat16")
+    add("--grid", type=lab.wholes, metavar="N,N", help="these contexts instead, forward and step, in both precisions")
     add("--picture", type=Path, metavar="FILE", help="write the timeline by kind: .svg, or .html with the tables")
     add("--snapshot", type=Path, metavar="FILE", help="record allocations on a GPU, for PyTorch's memory viewer")
     lab.record_flag(parser)
@@ -161,8 +161,13 @@ def measured(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> i
     run: what to run in place of the step that follows the warm-up.
 
     On a GPU by PyTorch's allocator; what libraries keep beside our tensors is left out. On a CPU by the profiler."""
-    run = run or partial(setup.step, mode)
     setup.step(mode)
+    return peak_of(setup, mode, run)
+
+
+def peak_of(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> int:
+    """As `measured`, without the warm-up."""
+    run = run or partial(setup.step, mode)
     kept = [*setup.plain.parameters(), setup.tokens, setup.target]
     if mode == "step":
         kept += [t for s in setup.optimizer.state.values() for name, t in s.items() if name.startswith("exp_avg")]
@@ -213,6 +218,21 @@ def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.2f} MiB"
 
 
+def beside(options: argparse.Namespace, use: Use) -> dict[str, Any]:
+    """Returns what is measured beside a prediction, or why nothing is; nothing for a card that is not here."""
+    gpu = torch.cuda.is_available() and options.device != "cpu"
+    if options.card is not None if gpu else card_of(options) is not None:
+        return {}
+    if not gpu and use.peak > 4 * GIB:
+        return {"measured_bytes": None, "why": "not measured: it is above 4 GiB on a CPU"}
+    try:
+        return {"measured_bytes": measured(build(options), options.mode)}
+    except torch.OutOfMemoryError:
+        return {"measured_bytes": None, "why": "not measured: the GPU's memory ran out"}
+    finally:
+        lab.release(torch.device("cuda" if gpu else "cpu"))
+
+
 def report(options: argparse.Namespace) -> dict[str, Any]:
     """Returns everything that the verb prints: the prediction, the measurement if this is its machine, the block."""
     size, card = shape(options), card_of(options)
@@ -227,17 +247,7 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
         "block_bytes": total, "block": [r | {"share": r["bytes"] / total} for r in block[:5]],
         "block_gradient_bytes": size.per_layer * PRECISIONS[options.precision].itemsize,
     }  # fmt: skip
-    gpu = torch.cuda.is_available() and options.device != "cpu"
-    if (card is None) if not gpu else (options.card is None):
-        if not gpu and use.peak > 4 * GIB:
-            row["measured_bytes"], row["why"] = None, "not measured: it is above 4 GiB on a CPU"
-        else:
-            try:
-                row["measured_bytes"] = measured(build(options), options.mode)
-            except torch.OutOfMemoryError:
-                row["measured_bytes"], row["why"] = None, "not measured: the GPU's memory ran out"
-    row["use"] = use
-    return row
+    return row | beside(options, use) | {"use": use}
 
 
 def lines(row: dict[str, Any]) -> list[str]:
@@ -274,22 +284,42 @@ def picture(row: dict[str, Any]) -> str:
     return curves.stacked(title, steps, kinds, "allocations and releases", "predicted, live", "MiB")
 
 
-def grid(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the predicted peaks of the assignment's table: contexts, forward and step, float32 and bfloat16."""
-    try:
-        contexts = [int(text) for text in options.grid.split(",")]
-    except ValueError:
-        raise RidgelineError(f"lm: --grid takes contexts such as 128,2048, and got {options.grid!r}") from None
-    rows = []
-    for context in contexts:
+def grid(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the peaks of the assignment's table, predicted and, on this machine, measured: contexts, forward and step,
+    float32 and bfloat16."""
+    for context in options.grid:
         for mode in (MODES[0], MODES[-1]):
             for precision in ("float32", "bfloat16"):
                 given = argparse.Namespace(**vars(options) | {"context": context, "mode": mode, "precision": precision})
                 use = predicted(shape(given), given, card_of(given))
                 stream = residual_stream(shape(given), given.batch, context, PRECISIONS[precision].itemsize)
-                rows.append({"context": context, "mode": mode, "precision": precision, "peak_bytes": use.peak,
-                             "kinds": use.kinds, "stream_bytes": stream})  # fmt: skip
-    return rows
+                row = {"context": context, "mode": mode, "precision": precision, "peak_bytes": use.peak,
+                       "kinds": use.kinds, "stream_bytes": stream}  # fmt: skip
+                yield row | beside(given, use)
+
+
+def show_grid(options: argparse.Namespace) -> None:
+    """Prints the table of a grid, and records each row as it comes."""
+    about, rows = named(options) | {"card": card_of(options) or "cpu"}, []
+    for row in grid(options):
+        rows.append(row)
+        if options.record:
+            lab.record(options.record, [about | row], "memory")
+    if options.json:
+        print(json.dumps(rows))
+        return
+    shown = []
+    for row in rows:
+        rest = sum(row["kinds"][kind] for kind in ("weights", "moments", "gradients"))
+        there = row.get("measured_bytes")
+        off = [gib(there), f"{row['peak_bytes'] / there - 1:+.1%}"] if there else ["-", "-"]
+        sizes = gib(row["peak_bytes"]), *off, *map(gib, (rest, row["kinds"]["activations"], row["stream_bytes"]))
+        shown.append([str(row["context"]), row["mode"], row["precision"], *sizes])
+    title = f"{options.size}, batch {options.batch}, peaks on {card_of(options) or 'cpu'}"
+    figures = "predicted", "measured", "off", "weights and more", "activations", "residual stream"
+    lab.print_table(title, ["context", "mode", "precision"], figures, shown)
+    for why in dict.fromkeys(row["why"] for row in rows if "why" in row):
+        lab.say(why)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -299,29 +329,14 @@ def main(options: argparse.Namespace) -> int:
     for path in (options.picture, options.snapshot):
         if path and not path.parent.is_dir():
             raise RidgelineError(f"lm: {path} is in a folder that does not exist")
-    for name in ("context", "batch"):
-        if getattr(options, name) < 1:
-            raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    tokens_of(options)
+    lab.above_zero("memory", grid=options.grid or [])
     lab.recordable(options.record)
     if options.snapshot:
         snapshot(build(options), options)
         print(f"{options.snapshot}: open it at https://pytorch.org/memory_viz")
-    if options.grid:
-        rows = grid(options)
-        if options.record:
-            about = named(options) | {"card": card_of(options) or "cpu"}
-            lab.record(options.record, [about | row for row in rows], "memory")
-        if options.json:
-            print(json.dumps(rows))
-            return 0
-        shown = []
-        for row in rows:
-            rest = sum(row["kinds"][kind] for kind in ("weights", "moments", "gradients"))
-            sizes = row["peak_bytes"], rest, row["kinds"]["activations"], row["stream_bytes"]
-            shown.append([str(row["context"]), row["mode"], row["precision"], *map(gib, sizes)])
-        title = f"{options.size}, batch {options.batch}, predicted for {card_of(options) or 'cpu'}"
-        figures = "peak", "weights and more", "activations", "residual stream"
-        lab.print_table(title, ["context", "mode", "precision"], figures, shown)
+    if options.grid is not None:
+        show_grid(options)
         return 0
     row = report(options)
     drawn = picture(row)

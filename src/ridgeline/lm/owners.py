@@ -163,10 +163,10 @@ def owners(events: Sequence[Any]) -> dict[int, Owner]:
 
 def kind_of(name: str, owner: Owner, gpu: bool) -> str:
     """Returns the kind of work, one of KINDS, of a kernel or an operator of that name."""
-    if owner.phase == "optimizer":
-        return "optimizer"
     if not gpu and not name.startswith("aten::"):
         return "host"
+    if owner.phase == "optimizer":
+        return "optimizer"
     if owner.op == "attention":
         return "attention"
     if owner.op == "norm":

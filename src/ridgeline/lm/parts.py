@@ -41,7 +41,8 @@ def model(options: argparse.Namespace) -> list[str]:
 def profiled(options: argparse.Namespace) -> Iterator[Row]:
     """Yields the profile of our ops, then that of the formulas, which alone shows softmax against products."""
     for impl in ("ridgeline", "naive"):
-        data = answer("profile", *model(options), f"--impl={impl}", "--steps=2", "--warmups=1")
+        demo = ["--demo=print-loss"] if impl == "ridgeline" else []
+        data = answer("profile", *model(options), f"--impl={impl}", "--steps=2", "--warmups=1", *demo)
         data["modules"] = dict(list(data["modules"].items())[:40])
         yield row("profile", options, impl=impl, data=data)
 
@@ -108,7 +109,7 @@ def scaled(options: argparse.Namespace) -> Iterator[Row]:
     """Yields matrix products and an MLP as they grow, with the exponents."""
     words = [f"--precision={options.precision}", "--budget=0.15"]
     if chosen_device(options).type == "cpu":
-        words += ["--sides=256,512,1024", "--factors=1,2,4", "--device=cpu"]
+        words += ["--sides=256,512,1024", "--factors=1,2,3", "--device=cpu"]
     for table in answer("scale", *words):
         for one in table.pop("rows"):
             seconds = {end: ms / 1e3 for end, ms in one["ms"].items()}
@@ -117,13 +118,40 @@ def scaled(options: argparse.Namespace) -> Iterator[Row]:
         yield row("scale", options, case=table["name"], direction="fit", impl="torch", data=table)
 
 
+def begun(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields where the first step of a process goes."""
+    yield row("first", options, data=answer("bench", *model(options), "--first")["first"])
+
+
+def boards(options: argparse.Namespace) -> Iterator[Row]:
+    """Yields the leaderboard's plan and the board of attention; the step too, where it fits."""
+    plan, device = answer("leaderboard", "--dry"), chosen_device(options)
+    named = {"case": f"{plan['batch']} x {plan['context']}", "dtype": "bfloat16"}
+    yield row("leaderboard", options, **named, direction="plan", data=plan)
+    words = [] if device.type == "cuda" else ["--device=cpu", "--context=512"]
+    found = answer("leaderboard", "--attention", "--steps=1", *words)
+    for impl, seconds in found["seconds"].items():
+        yield row("leaderboard", options, case=f"attention 1 x {found['context']}", dtype="bfloat16", impl=impl,
+                  direction="both", seconds=seconds,
+                  floor_seconds=found["floor_seconds"] if device.type == "cuda" else None)  # fmt: skip
+    if lab.memory_of(device) < plan["limit_bytes"] or device.type == "cpu":
+        why = f"it needs a GPU with {plan['limit_bytes'] / 1e9:.0f} GB"
+        yield row("leaderboard", options, **named, status="left out", reason=why)
+        return
+    step = answer("leaderboard")
+    yield row("leaderboard", options, **named, seconds=step["seconds"], peak_bytes=step["peak_memory_bytes"],
+              floor_seconds=sum(step["floor_seconds"].values()))  # fmt: skip
+
+
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], float]] = {
-    "profile": (profiled, 0.2),
-    "memory": (remembered, 0.1),
     "precision": (formats, 0.05),
+    "memory": (remembered, 0.1),
+    "profile": (profiled, 0.2),
     "attention": (attended, 0.1),
     "checkpoint": (checkpointed, 0.15),
     "scale": (scaled, 0.1),
+    "first": (begun, 0.05),
+    "leaderboard": (boards, 0.15),
 }  # with the share of the report's time that each may take
 
 

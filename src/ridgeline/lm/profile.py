@@ -20,10 +20,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ridgeline.lm import lab, owners
-from ridgeline.lm.bench import Stopwatch
+from ridgeline.lm.bench import Stopwatch, fits
 from ridgeline.lm.lab import units
 from ridgeline.lm.owners import Item, Ranges
-from ridgeline.lm.setup import Setup, build, chosen_device, flags
+from ridgeline.lm.setup import Setup, build, chosen_device, flags, named
 from ridgeline.op import RidgelineError
 
 PHASES = ("inference", "forward", "recompute", "backward", "optimizer")
@@ -187,9 +187,9 @@ def reads(setup: Setup, ranges: Ranges, demo: str | None) -> dict[str, int]:
     return dict(counter.lines.most_common())
 
 
-def demonstrate(setup: Setup, ranges: Ranges, count: int) -> dict[str, float]:
+def demonstrate(setup: Setup, ranges: Ranges, count: int) -> dict[str, Any]:
     """Returns seconds per training step without and with a printed loss: `count` steps each, one wait at the end."""
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     for name, after in (("quiet", lambda loss: None), ("printing", print_loss)):
         lab.synchronize(setup.tokens.device)
         start = time.perf_counter()
@@ -284,13 +284,13 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             for name, mode, phases in (("inference", "forward", ("inference",)), ("training", "step", TRAINING))
         },
         "gaps": waits(events) if gpu else None,
-        "reads": reads(setup, ranges, options.demo),
+        "reads": reads(setup, ranges, None),
         "overhead": overhead(setup, ranges),
     }
     if options.impl == "naive":
         figures["attention"] = softmax_against_products(items, setup, count)
     if options.demo:
-        figures["demo"] = demonstrate(setup, ranges, max(count, 5))
+        figures["demo"] = demonstrate(setup, ranges, max(count, 5)) | {"reads": reads(setup, ranges, options.demo)}
     ranges.remove()
     return figures
 
@@ -330,8 +330,9 @@ def show(figures: dict[str, Any], options: argparse.Namespace) -> None:
     for gap in (figures["gaps"] or [])[:5]:
         lab.say(f"the GPU waited {units.seconds(gap['us'] / 1e6)} in {gap['gaps']} gaps; the host did: {gap['host']}")
     waits_ = "waits for the GPU there" if figures["device"] == "cuda" else "would wait there for a tensor on a GPU"
-    lab.say(f"lines where the host reads values, and {waits_}:{'' if figures['reads'] else ' none'}")
-    for line, times in figures["reads"].items():
+    found = figures.get("demo", figures)["reads"]
+    lab.say(f"lines where the host reads values, and {waits_}:{'' if found else ' none'}")
+    for line, times in found.items():
         lab.say(f"  {times} times a step: {line}")
     if demo := figures.get("demo"):
         lab.say(
@@ -353,12 +354,15 @@ def main(options: argparse.Namespace) -> int:
         raise RidgelineError("lm profile: --nvtx marks a GPU's timeline, and this run is on the CPU")
     if options.trace and not options.trace.parent.is_dir():
         raise RidgelineError(f"lm profile: --trace {options.trace} cannot be written: there is no such folder")
+    if why := fits(argparse.Namespace(**vars(options) | {"mode": "step"})):
+        raise RidgelineError(f"lm profile: {why}")
     if options.bare:
         return bare(options)
     said = nsys(options) if options.nsys else None
     figures = measured(options) | {"nsys": said}
     if options.record:
-        lab.record(options.record, [figures], "profile")
+        about = named(argparse.Namespace(**vars(options) | {"mode": "step"}))
+        lab.record(options.record, [about | figures], "profile")
     if options.json:
         print(json.dumps(figures))
         return 0

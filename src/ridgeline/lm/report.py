@@ -11,10 +11,12 @@ from typing import Any
 from ridgeline.lm import lab, parts, survey, views
 from ridgeline.lm.lab import units
 from ridgeline.lm.parts import PARTS, Row
-from ridgeline.lm.setup import SHAPE, chosen_device, flags, shape
+from ridgeline.lm.setup import SHAPE, chosen_device, flags, shape, tokens_of
 from ridgeline.op import RidgelineError
 
 BENCH = 0.35  # of the time
+LEAST = 20.0  # seconds that a part may take at least, if there are as many: a process starts in up to ten
+SIZELESS = ("precision", "attention", "scale", "survey", "leaderboard")  # verbs whose command names no size
 DROP = ("out", "minutes", "recorded", "record", "part", "commit")
 
 
@@ -45,7 +47,7 @@ def gathered(options: argparse.Namespace) -> Iterator[Row]:
     waiting = sum(share for _, share in PARTS.values())
     for name, (_, share) in PARTS.items():
         spare = max(0.0, end - time.monotonic())
-        until = time.monotonic() + spare * share / waiting
+        until = time.monotonic() + max(spare * share / waiting, min(LEAST, spare))
         waiting -= share
         yield from one(name, options, until)
 
@@ -76,14 +78,21 @@ def source(run: dict[str, Any], rows: list[Row], recorded: bool, many: bool) -> 
     return about | {"recorded": recorded, "badge": badge, "rows": rows}
 
 
+def stored(path: Path) -> dict[str, Any]:
+    """Returns what the page says of a recorded run, with the boards that the same GPU's answers to the course hold."""
+    run, rows = lab.recording(path)
+    held = {r["part"] for r in rows}
+    return source(run, rows + ([] if "leaderboard" in held else lab.boards(path.stem)), recorded=True, many=True)
+
+
 def missing(rows: list[Row], options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Returns what was left out or failed: what, why, and the command that does it."""
     words = " ".join(word for word in parts.model(options))
     found = []
     for row in rows:
         if row["status"] in ("left out", "failed"):
-            verb = {"context": "survey", "overhead": "profile"}.get(row["part"], row["part"])
-            command = f"ridgeline lm {verb} {'' if verb in ('precision', 'attention', 'scale', 'survey') else words}"
+            verb = {"context": "survey", "overhead": "profile", "first": "bench --first"}.get(row["part"], row["part"])
+            command = f"ridgeline lm {verb} {'' if verb in SIZELESS else words}"
             what = f"{row['part']}, {row['case']} {row['dtype']} {row['impl']}"
             why = row.get("reason", "") if row["status"] == "left out" else f"failed: {row.get('reason')}"
             found.append((what, why, command.strip()))
@@ -124,7 +133,7 @@ def render(sources: list[dict[str, Any]], options: argparse.Namespace) -> str:
             sections.append({"id": name, "short": short, "title": title, "lead": lead, "shown": shown})
     left = [] if sources[0]["recorded"] else missing(sources[0]["rows"], options)
     top, beneath = headline(sources[0])
-    states = [("Recorded", ": ".join(headline(other)), "bench") for other in sources[1:]]
+    states = [("Recorded", ". ".join(headline(other)), "bench") for other in sources[1:]]
     if left:
         states.append(("Left out", f"{len(left)} parts, to keep to {options.minutes:g} minutes", "left"))
     return lab.page("page.html.j2", title=sources[0]["name"], sections=sections, sources=sources, left=left,
@@ -149,11 +158,11 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if not 0 < options.minutes < 1440:
         raise RidgelineError(f"lm report: --minutes must be above 0 and under a day (1440), and is {options.minutes:g}")
-    shape(options), chosen_device(options)
+    shape(options), chosen_device(options), tokens_of(options)
     out = options.out / "index.html"
     writable(out)
     if options.recorded:
-        sources = [source(*lab.recording(path), recorded=True, many=True) for path in options.recorded]
+        sources = [stored(path) for path in options.recorded]
     else:
         device = chosen_device(options).type
         run = lab.Recording(options.record or options.out / "run.jsonl", device, options.commit)
@@ -163,7 +172,7 @@ def main(options: argparse.Namespace) -> int:
                 lab.say(survey.line(row))
         files = sorted(lab.recorded().glob("*.jsonl")) if device == "cpu" else []
         mine = source(*lab.recording(run.path), recorded=False, many=bool(files))
-        sources = [mine, *(source(*lab.recording(path), recorded=True, many=True) for path in files)]
+        sources = [mine, *map(stored, files)]
     out.write_text(render(sources, options))
     lab.say(str(out))
     return 0

@@ -41,6 +41,14 @@ def flags(parser: argparse.ArgumentParser, *, context: int = 512, batch: int = 4
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def tokens_of(options: argparse.Namespace) -> int:
+    """Returns the tokens of a step. Raises RidgelineError if the flags name none."""
+    for name in ("context", "batch"):
+        if getattr(options, name) < 1:
+            raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    return int(options.context * options.batch)
+
+
 def shape(options: argparse.Namespace) -> Size:
     """Returns the size that the flags name. Raises RidgelineError if it does not exist or does not fit together."""
     return size(options.size, **{name: getattr(options, name) for name in SHAPE})
@@ -101,9 +109,7 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
     """Makes the model of the flags with random weights and data; on the meta device it takes no memory.
 
     Raises RidgelineError if the numbers do not fit together."""
-    for name in ("context", "batch"):
-        if getattr(options, name) < 1:
-            raise RidgelineError(f"lm: --{name} must be at least 1, but is {getattr(options, name)}")
+    tokens_of(options)
     if options.checkpoint < 0:
         raise RidgelineError(f"lm: --checkpoint must be 0 or more, but is {options.checkpoint}")
     if options.autocast and options.precision != "float32":

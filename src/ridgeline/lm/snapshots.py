@@ -79,5 +79,5 @@ class Snapshots:
             return torch.load(files[-1], map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file raises whatever its first bad byte leads to
             other = f"; remove it to resume from {files[-2].name}" if len(files) > 1 else ""
-            said = (str(error).splitlines() or [type(error).__name__])[0]
+            said = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
             raise RidgelineError(f"lm: the checkpoint {files[-1]} is damaged ({said}){other}") from error

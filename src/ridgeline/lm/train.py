@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 import ridgeline.optim
-from ridgeline.lm import curves, folder
+from ridgeline.lm import curves, distillation, folder
 from ridgeline.lm.model import Transformer, called, load
 from ridgeline.lm.setup import PRECISIONS, chosen_device, flags, made, shape
 from ridgeline.lm.sizes import described
@@ -96,13 +95,6 @@ def rate_at(step: int, options: argparse.Namespace) -> float:
     return low + (options.rate - low) * (1 + math.cos(math.pi * along)) / 2
 
 
-def divergence(logits: torch.Tensor, teacher: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns the mean KL divergence of the softened student from the softened teacher, times temperature^2, so that
-    its gradients keep their scale (Hinton et al., Distilling the Knowledge in a Neural Network, 2015)."""
-    student, wanted = ((t.float() / temperature).log_softmax(-1).flatten(0, -2) for t in (logits, teacher))
-    return F.kl_div(student, wanted, reduction="batchmean", log_target=True) * temperature**2
-
-
 class Run:
     """A model in training: its optimizer, its text and how far it is."""
 
@@ -122,6 +114,7 @@ class Run:
         with torch.device(self.device):
             self.plain = made(size, options).to(dtype)
         self.model: Callable[..., torch.Tensor] = torch.compile(self.plain) if options.compile else self.plain
+        self.hidden = torch.compile(self.plain.hidden) if options.compile else self.plain.hidden
         matrices = [p for p in self.plain.parameters() if p.dim() > 1]
         groups = [
             {"params": matrices, "weight_decay": options.decay},
@@ -160,11 +153,11 @@ class Run:
             if self.teacher is None:
                 return self.model(tokens, target)
             with torch.no_grad():
-                wanted = self.teacher(tokens)
-            logits = self.model(tokens)
-            own = called("cross_entropy", self.options.impl)(logits.flatten(0, 1).float(), target.flatten())
-        share = self.options.teacher_weight
-        return (1 - share) * own + share * divergence(logits, wanted, self.options.teacher_temperature)
+                y = self.teacher.hidden(tokens).flatten(0, 1)
+            x = self.hidden(tokens).flatten(0, 1)
+            heads = self.plain.lm_head.weight, self.teacher.lm_head.weight
+            mixed = self.options.teacher_weight, self.options.teacher_temperature
+            return distillation.loss(x, heads[0], y, heads[1], target.flatten(), *mixed)
 
     def advance(self) -> None:
         """Takes one step of the optimizer."""

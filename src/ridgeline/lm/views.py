@@ -82,14 +82,13 @@ def bench(rows: list[Row]) -> Shown:
         step = ways.get("step", {})
         guess = guesses.get((case, dtype, impl, "step"))
         rate = f"{step['tokens_per_second']:,.0f}" if step else units.DASH
-        mfu = step["mfu"] if step and step["mfu"] else units.DASH
+        mfu = units.percent(step["mfu"]) if step and step["mfu"] else units.DASH
         times = [time(ways[way]["seconds"]) if way in ways else units.DASH for way in ("forward", "backward", "step")]
         peak = step.get("peak_bytes")
-        cells.append(
-            [f"{case} {dtype}", impl, *times, rate, mfu, units.size(guess), units.size(peak), off(guess, peak)]
-        )
-    heads = ("Work", "Implementation", "Forward", "Forward and backward", "Step", "Tokens/s", "MFU", "Peak, predicted",
-             "Peak, measured", "Prediction is off")  # fmt: skip
+        said = f"{units.size(guess)} ({off(guess, peak)})" if guess and peak else units.size(guess)
+        cells.append([f"{case} {dtype}", impl, *times, rate, mfu, units.size(peak), said])
+    heads = ("Work", "Ops", "Forward", "Forward and backward", "Step", "Tokens/s", "MFU", "Peak, measured",
+             "Peak, predicted")  # fmt: skip
     shown = Shown([Table("", heads, cells)] if cells else [])
     largest = [r for r in rows if r["part"] == "context" and "fits" in r]
     if largest:
@@ -99,6 +98,11 @@ def bench(rows: list[Row]) -> Shown:
             Table("Largest context whose step fits", ("Work", "Implementation", "Fits", "Does not"), found)
         )
     for row in rows:
+        if row["part"] == "first" and "data" in row:
+            parts, whole = row["data"], row["data"]["whole"]
+            cells = [[name, units.seconds(s), s / whole] for name, s in parts.items() if s]
+            title = f"The first step of a process, {row['case']} {row['dtype']}"
+            shown.tables.append(Table(title, ("Part", "Time", "Share"), cells))
         if row["part"] == "overhead" and "overhead" in row:
             shown.said.append(f"With the ranges of lm profile, and without tracing, a step of {row['case']} takes "
                               f"{time(row['seconds'])}: {row['overhead']:+.2%} against a step without.")  # fmt: skip
@@ -138,6 +142,10 @@ def profile(rows: list[Row]) -> Shown:
             shown.said.append("On a CPU there are no gaps: no GPU waits for the host.")
         reads = "; ".join(f"{n} a step at {line}" for line, n in data["reads"].items())
         shown.said.append(f"Synchronisations: {reads or 'none: the host reads no value in a step'}.")
+        if data["device"] == "cuda" and (demo := data.get("demo")):  # on a CPU the host waits for nothing
+            quiet, loud = (units.seconds(demo[name]) for name in ("quiet", "printing"))
+            shown.said.append(f"A loop of steps takes {quiet} a step. One that prints each loss takes {loud}: the host "
+                              "waits there for the whole step.")  # fmt: skip
         over = data["overhead"]
         shown.said.append(f"The {over['ranges']} ranges of a step cost at most {over['share']:.2%} of it.")
     if (row := found.get("naive")) and (halves := row["data"].get("attention")):
@@ -260,20 +268,29 @@ def scale(rows: list[Row]) -> Shown:
         if data["exponent"] is not None:
             larger = data["exponent_of_larger_half"]
             half = "" if larger is None else f", as size^{larger:.2f} over the larger half"
-            said.append(f"{title}: time grows as size^{data['exponent']:.2f}{half}; {us(data['overhead_ms'] * 1e3)} "
-                        "of the smallest are overhead.")  # fmt: skip
+            over = us(data["overhead_ms"] * 1e3) if data["overhead_ms"] > 0 else "nothing"
+            said.append(f"{title}: time grows as size^{data['exponent']:.2f}{half}; overhead of the smallest: {over}.")
     return Shown(tables, said=said)
 
 
 def leaderboard(rows: list[Row]) -> Shown:
-    cells = []
+    cells, tables = [], []
     for row in (r for r in rows if r["part"] == "leaderboard"):
-        floor = row.get("floor_seconds")
-        share = floor / row["seconds"]["median"] if floor else units.DASH
-        cells.append([row["case"], time(row["seconds"]), units.seconds(floor) if floor else units.DASH, share,
-                      units.size(row.get("peak_bytes"))])  # fmt: skip
-    heads = ("Step", "Time", "Floor", "Share of the floor", "Peak")
-    return Shown([Table("", heads, cells)] if cells else [])
+        if row["direction"] == "plan":
+            plan = row["data"]
+            parts = [[name, f"{n / 1e9:.1f} GB"] for name, n in (plan["bytes"] | {"peak": plan["peak_bytes"]}).items()]
+            floor = plan["floor_seconds"] | {"floor": sum(plan["floor_seconds"].values())}
+            times = [[name, units.seconds(value)] for name, value in floor.items()]
+            tables.append(Table(f"Planned memory of a step, {row['case']} tokens", ("Part", "Bytes"), parts))
+            tables.append(Table("A step by formula, on an H200", ("Part", "Time"), times))
+        elif row.get("seconds"):
+            floor = row.get("floor_seconds")
+            share = floor / row["seconds"]["median"] if floor else units.DASH
+            cells.append([row["case"], NAMES.get(row["impl"], row["impl"]), time(row["seconds"]),
+                          units.seconds(floor) if floor else units.DASH, share,
+                          units.size(row.get("peak_bytes"))])  # fmt: skip
+    heads = ("Work", "Implementation", "Time", "Floor", "Share of the floor", "Peak")
+    return Shown([*([Table("", heads, cells)] if cells else []), *tables])
 
 
 # (id, short title, title, what it says, the function from rows).
@@ -307,6 +324,7 @@ SECTIONS: list[tuple[str, str, str, str, View]] = [
     ("scale", "Scale", "How time grows with size", "Exponents are fitted to the medians.", scale),
     (
         "leaderboard", "Leaderboard", "The leaderboard’s step",
-        "8.1 B parameters, 2 x 32768 tokens, beside the floor by formula.", leaderboard,
+        "8.1 B parameters, 2 x 32768 tokens; and attention alone, 16 heads of 64. Beside them the floor by formula.",
+        leaderboard,
     ),
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """Answers to the assignment's problems in the guide's table, from rows that `ridgeline lm VERB --record` wrote.
 
 A cell holds `<!-- course NAME -->…<!-- /course -->`, and `make readme` writes the answer in between. What is not
-recorded is a dash, or nothing in a cell that has a predicted answer.
+recorded is a dash, or nothing in a cell that has a predicted answer. Times of whole models come from `ridgeline lm
+survey`, and those of an op from `ridgeline bench`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.lab import units
+from ridgeline.lab.measurement import store
 from ridgeline.lm.setup import SHAPE
 from ridgeline.op import RidgelineError
 
 Row = dict[str, Any]
 MARK = re.compile(r"(<!-- course ([\w-]+) -->).*?(<!-- /course -->)")
 FOLDER = "results/course"  # a file for each GPU; the H200's comes first
+SURVEY, BENCH = Path("results/lm/h200.jsonl"), Path("results/h200.jsonl")
 MIB, GIB = 2**20, 2**30
 
 
@@ -38,9 +41,18 @@ def recorded(root: Path) -> list[Row]:
     return []
 
 
+def others(root: Path) -> list[Row]:
+    """The rows of whole models, as of the verb "survey", and of ops, as of "op"."""
+    found: list[Row] = []
+    for path, kind, named in ((SURVEY, "lm", "lm survey"), (BENCH, "bench", "lm op")):
+        rows = store.load(root / path) if (root / path).is_file() else []
+        found += [row | {"type": named} for row in rows if row["type"] == kind]
+    return found
+
+
 def filled(text: str, root: Path) -> str:
     """A text with its answers filled. Raises RidgelineError if it asks for one that there is not."""
-    rows = recorded(root) if MARK.search(text) else []
+    rows = [*recorded(root), *others(root)] if MARK.search(text) else []
 
     def answer(mark: re.Match[str]) -> str:
         if mark[2] not in ANSWERS:
@@ -63,7 +75,7 @@ def gib(nbytes: float) -> str:
 
 def warm_up(rows: list[Row]) -> str | None:
     """The mean step after each number of warm-ups, and what the first step of a process takes."""
-    studied = {row["warmups"]: row for row in of(rows, "bench", size="small") if "seconds" in row}
+    studied = {row["warmups"]: row for row in of(rows, "bench", size="small", autocast=None) if "seconds" in row}
     if len(studied) < 2:
         return None
     means = ", ".join(units.seconds(studied[n]["seconds"]["mean"]) for n in sorted(studied))
@@ -118,9 +130,9 @@ def scale(rows: list[Row]) -> str | None:
 
 
 def lecture(rows: list[Row]) -> str | None:
-    """The last of the lecture's products, and of its MLPs."""
+    """The last of the lecture's products and of its MLPs, and our kernels."""
     found = {row["description"].partition("(")[0]: row for row in of(rows, "lecture6")}
-    shown = [found[name] for name in ("matmul", "run_mlp") if name in found]
+    shown = [found[name] for name in ("matmul", "run_mlp", "triton_gelu", "triton_softmax") if name in found]
     return ", ".join(f"`{row['description']}` {units.seconds(row['seconds']['median'])}" for row in shown) or None
 
 
@@ -147,12 +159,138 @@ def checkpoint(rows: list[Row]) -> str | None:
     return f"; measured: {', '.join(said)}" if said else None
 
 
+def seconds_of(rows: list[Row], verb: str, **facts: Any) -> float | None:
+    """The newest median of a verb's rows that have these facts."""
+    found = [row["seconds"]["median"] for row in of(rows, verb, **facts) if row.get("seconds")]
+    return found[-1] if found else None
+
+
+def timed(times: dict[str, float | None]) -> str | None:
+    """Names with their times, without those that are not recorded; None if the first is not."""
+    there = [f"{name} {units.seconds(s)}".strip() for name, s in times.items() if s is not None]
+    return ", ".join(there) if there and next(iter(times.values())) is not None else None
+
+
+def models(rows: list[Row], direction: str, *impls: str) -> str | None:
+    """Times of xl in bfloat16 by implementation: ours, plain, compiled."""
+    facts = {"part": "bench", "case": "xl 4 x 512", "dtype": "bfloat16", "direction": direction}
+    return timed({impl: seconds_of(rows, "survey", impl=impl, **facts) for impl in impls})
+
+
+def whole_models(rows: list[Row]) -> str | None:
+    """Forward, backward and step of xl, ours and plain."""
+    names = {"forward": "forward", "forward and backward": "backward", "step": "step"}
+    said = [f"{name}: {found}" for name, way in names.items() if (found := models(rows, way, "ours", "plain"))]
+    return f"xl, bfloat16: {'; '.join(said)}" if said else None
+
+
+def compiled_models(rows: list[Row]) -> str | None:
+    """The longest part of a step of xl that was timed compiled too."""
+    for way in ("step", "backward", "forward"):
+        if found := models(rows, way, "compiled", "plain", "ours"):
+            return f"xl, bfloat16, {way}: {found}"
+    return None
+
+
+def kinds(rows: list[Row]) -> str | None:
+    """Shares of training's time by kind of work, in plain PyTorch."""
+    found = of(rows, "profile", size="medium", context=512, impl="naive", precision="float32", device="cuda")
+    if not found:
+        return None
+    us = {kind: sum(times.values()) - times["inference"] for kind, times in found[-1]["kinds"].items()}
+    whole = sum(us.values())
+    largest = sorted(us, key=us.__getitem__, reverse=True)[:4]
+    shares = ", ".join(f"{kind} {units.percent(us[kind] / whole)}" for kind in largest)
+    halves = found[-1]["attention"]
+    times, work = (halves["softmax"][what] / halves["products"][what] for what in ("us", "flops"))
+    return (
+        f"medium, float32: {shares} of training; softmax takes {times:.2f} of the time of attention's products, "
+        f"for {work:.2f} of their operations"
+    )
+
+
+def autocast(rows: list[Row]) -> str | None:
+    """A step under autocast of each size."""
+    facts = {"mode": "step", "autocast": "bfloat16", "context": 512, "impl": "ridgeline"}
+    found = {size: seconds_of(rows, "bench", size=size, **facts) for size in ("small", "medium")}
+    said = timed(found)
+    return f"step: {said}" if said else None
+
+
+def board(rows: list[Row]) -> str | None:
+    """The leaderboard's step, with its interval, its floor and its peak."""
+    found = of(rows, "leaderboard", board="step", size="leaderboard", impl="ridgeline")
+    if not found:
+        return None
+    row = found[-1]
+    floor, peak = sum(row["floor_seconds"].values()), row["peak_memory_bytes"] / 1e9
+    times = f"{units.seconds(row['seconds']['median'])} {units.spread(row['seconds'])}"
+    return f"{times}, floor {units.seconds(floor)}, peak {peak:.1f} GB"
+
+
+def attention_board(rows: list[Row]) -> str | None:
+    """Attention alone: ours, PyTorch's own, and the floor."""
+    found = of(rows, "leaderboard", board="attention")
+    if not found:
+        return None
+    ours, own = (units.seconds(found[-1]["seconds"][impl]["median"]) for impl in ("ridgeline", "torch"))
+    return f"{ours}; PyTorch's own {own}, floor {units.seconds(found[-1]['floor_seconds'])}"
+
+
+def peaks(rows: list[Row]) -> str | None:
+    """The measured peaks of the assignment's table for xl, and how far off the predictions are."""
+    facts = {"size": "xl", "batch": 4, "impl": "ridgeline", "heads": None, "checkpoint": 0}
+    found = {
+        (row["context"], row["mode"], row["precision"]): row
+        for row in of(rows, "memory", **facts)
+        if row.get("measured_bytes")
+    }
+    said = []
+    for context in (128, 2048):
+        for mode in ("forward", "step"):
+            both = [found.get((context, mode, precision)) for precision in ("float32", "bfloat16")]
+            if all(both):
+                said.append(f"{context} {mode} {' and '.join(gib(row['measured_bytes']) for row in both if row)}")
+    if not said:
+        return None
+    worst = max(abs(row["peak_bytes"] / row["measured_bytes"] - 1) for row in found.values())
+    return f"xl in float32 and bfloat16: {', '.join(said)}; predicted within {worst:.1%}"
+
+
+def weighted_sum(rows: list[Row]) -> str | None:
+    """The kernel of the assignment's example against PyTorch's formula."""
+    facts: Row = {"op": "weighted_sum", "case": "16384x4096", "dtype": "float32"}
+    said = []
+    for way in ("forward", "backward"):
+        times = {name: seconds_of(rows, "op", impl=impl, direction=way, **facts)
+                 for name, impl in (("", "triton"), ("PyTorch's", "torch"))}  # fmt: skip
+        if found := timed(times):
+            said.append(f"{way} {found}")
+    return f"16384 x 4096, float32: {'; '.join(said)}" if said else None
+
+
+def flash(rows: list[Row], way: str) -> str | None:
+    """The Triton kernels against the plain formula, at the longest point that both reach."""
+    return against(rows, "triton", way, batch=1, dtype="bfloat16")
+
+
 # What finds an answer, and what stands where there is none.
 ANSWERS: dict[str, tuple[Callable[[list[Row]], str | None], str]] = {
     "warm-up": (warm_up, units.DASH),
     "attention": (plain_attention, units.DASH),
     "compiled": (lambda rows: against(rows, "compiled", "forward", batch=8, dtype="float32"), units.DASH),
-    "flash": (lambda rows: against(rows, "triton", "both", batch=1, dtype="bfloat16"), units.DASH),
+    "flash": (lambda rows: flash(rows, "both"), units.DASH),
+    "flash-forward": (lambda rows: flash(rows, "forward"), units.DASH),
+    "flash-backward": (lambda rows: flash(rows, "backward"), units.DASH),
+    "weighted-sum": (weighted_sum, units.DASH),
+    "models": (whole_models, units.DASH),
+    "compiled-models": (compiled_models, units.DASH),
+    # measured before rows of these were kept
+    "profile": (kinds, "medium, float32: products 67% of training, attention 19%, optimizer 5.7%, norms 3.2%"),
+    "autocast": (autocast, "step: small 29.6 ms, medium 43.5 ms"),
+    "leaderboard": (board, "8.70 s ± 0.2%, peak 137.8 GB"),
+    "attention-board": (attention_board, "3.20 ms; PyTorch's own 4.26, floor 2.92"),
+    "peaks": (peaks, "xl, context 512, bfloat16 step: 25.8 GiB, predicted 25.6; plain 35.2, predicted 35.0"),
     "scale": (scale, units.DASH),
     "lecture": (lecture, units.DASH),
     "memory": (lambda rows: memory(rows, heads=None, impl="ridgeline"), ""),
