@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, get, nbytes
-from ridgeline.ops.recurrent import _head_chunks
+from ridgeline.ops.recurrent import _head_chunks, _shared_heads
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -215,13 +215,16 @@ def _bwd(
 
 
 def _chunks_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    _head_chunks.forward(o, last, _call(*inputs))
+    call = _call(*inputs)
+    (_shared_heads if _shared_heads.serves(call) else _head_chunks).forward(o, last, call)
 
 
 def _chunks_bwd(
     dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
 ) -> None:
-    _head_chunks.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+    call = _call(*inputs)
+    engine = _shared_heads if _shared_heads.serves(call, do) else _head_chunks
+    engine.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, call)
 
 
 def _left(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
