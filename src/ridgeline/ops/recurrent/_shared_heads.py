@@ -13,12 +13,14 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _calls, _chunks, _head_chunks
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob, HeadMaps, RowGrads, shared_outputs, shared_queries
 from ridgeline.ops.recurrent._shared_heads_keys import shared_keys
+from ridgeline.ops.recurrent._shared_heads_states import StateJob, StateMaps, shared_states
 from ridgeline.ops.recurrent._shared_heads_numbers import ChunkRoom, TokenGrads, join_rows, write_numbers
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
 FEWEST = 8  # heads that share one, for what they share to weigh
 STAGES = 3  # heads that tiles are brought ahead; 4 for outputs
+WALKERS = 4  # heads of a program that walks the chunks
 TILE = 8  # heads at a time in the kernels of numbers
 
 
@@ -26,7 +28,6 @@ class Shared(NamedTuple):
     """What the kernels of a call share."""
 
     call: _chunks.Call
-    plan: Any  # of `_head_chunks.py`, which makes the states
     room: ChunkRoom
     numbers: torch.Tensor
     job: HeadJob
@@ -52,9 +53,8 @@ def serves(call: _chunks.Call, *more: torch.Tensor) -> bool:
 
 
 def prepare(call: _chunks.Call) -> Shared:
-    plan = _head_chunks.prepare(call)
     (B, T, HV, _), H = call.v.shape, call.q.shape[2]
-    chunks, share = plan.room.chunks, HV // H
+    share, chunks = HV // H, triton.cdiv(T, ROWS) if call.ends is None else T // ROWS + call.sequences
     room = ChunkRoom(call.ends, T, HV, chunks, call.sequences)
     numbers = torch.empty((B, HV, chunks, 4, ROWS), dtype=torch.float32, device=call.v.device)
     assert call.g is not None and call.step is not None
@@ -64,7 +64,7 @@ def prepare(call: _chunks.Call) -> Shared:
     span = triton.cdiv(share, parts)
     parts = triton.cdiv(share, span)
     job = HeadJob(numbers, call.skip, call.ends, call.sequences, T, HV, chunks, share, span, parts)
-    return Shared(call, plan, room, numbers, job, (chunks, B * H * parts))
+    return Shared(call, room, numbers, job, (chunks, B * H * parts))
 
 
 def _rows(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
@@ -80,12 +80,31 @@ def _numbers(shared: Shared) -> TensorMap:
     return TensorMap(shared.numbers, (1, 1, 1, 4, ROWS))
 
 
+def _walk(
+    shared: Shared, a: torch.Tensor, c: torch.Tensor, first: Maybe, last: Maybe, reverse: bool
+) -> torch.Tensor:  # fmt: skip
+    """The states before all chunks, (heads, chunks, K, V), or in reverse their gradients after them."""
+    call, room = shared.call, shared.room
+    each = triton.cdiv(shared.job.share, WALKERS) * call.q.shape[2]
+    if 2 * each * room.sequences < device.of(a).multiprocessors:
+        plan = _head_chunks.prepare(call)
+        return _head_chunks.walk(plan, a, c, first, last, torch.bfloat16, reverse)
+    marks = torch.empty((call.v.shape[0] * room.heads, room.chunks, K, V), dtype=a.dtype, device=a.device)
+    maps = StateMaps(
+        _rows(a, K, call), _rows(c, V, call), TensorMap(shared.numbers, (1, 1, 1, 4, HALF)), _states(marks, shared)
+    )
+    job = StateJob(shared.numbers, first, last, call.ends, room.tokens, room.heads, room.chunks, shared.job.share)
+    facts: dict[str, Any] = {"STAGES": STAGES, "num_warps": 4, "maxnreg": 96, "REVERSE": reverse}
+    launch(shared_states, (each, room.sequences), job, maps, call.scale if reverse else 1.0, **facts)
+    return marks
+
+
 FACTS: dict[str, Any] = {"num_warps": 4, "maxnreg": 168}
 
 
 def forward(o: torch.Tensor, last: torch.Tensor, call: _chunks.Call) -> None:
     shared = prepare(call)
-    marks = _head_chunks.walk(shared.plan, call.k, call.v, call.first, last, call.q.dtype, False)
+    marks = _walk(shared, call.k, call.v, call.first, last, False)
     q, k, v, out = *(_rows(t, K, call) for t in (call.q, call.k)), *(_rows(t, V, call) for t in (call.v, o))
     maps = HeadMaps(q, k, v, None, _states(marks, shared), None, _numbers(shared), out)
     launch(shared_outputs, shared.grid, shared.job, maps, call.scale, STAGES=STAGES + 1, **FACTS)
@@ -98,8 +117,8 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
     dq, dk, dv, dg, dD, dstep, dfirst = gradients
     shared = prepare(call)
     room, (B, T, HV, _) = shared.room, call.v.shape
-    before = _head_chunks.walk(shared.plan, call.k, call.v, call.first, None, torch.bfloat16, False)
-    after = _head_chunks.walk(shared.plan, call.q, do, dlast, dfirst, torch.bfloat16, True)
+    before = _walk(shared, call.k, call.v, call.first, None, False)
+    after = _walk(shared, call.q, do, dlast, dfirst, True)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
     of_q, of_k = (torch.empty((B, T, dq.shape[2] * shared.job.parts, K), **fresh) for _ in range(2))
     rows = torch.empty((8, B * HV, room.chunks, ROWS), **fresh)

@@ -113,39 +113,42 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         mbarrier.wait(rings.ready.index(stage), odd)
         tv, tdo = flat(rings.v.index(2 * stage + ME)), flat(rings.do.index(2 * stage + ME))
         after = flat(rings.after.index(stage))
-        products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma(tk, after, none, use_acc=False, is_async=True)
         v = tv.load(LAYOUT).to(gl.float32)
         until, steps = numbers_of(rings, stage, UNTIL + ME, BY_ROW), numbers_of(rings, stage, STEP + ME, BY_ROW)
         left = gl.convert_layout((v * (until * steps)[:, None]).to(kind), operand_layout(WIDE))
         adding = warpgroup_mma(left, after.permute((1, 0)), dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=(dv,))
+        of_key = until * steps * gl.sum(v * dv, 1)
+        gl.store(row_spot(grads, job, place, head, KEY, ME) + row, of_key)
+        dv *= until[:, None]
         apart = numbers_of(rings, stage, SUMS + ME, BY_COLUMN)[None, :]
         apart -= numbers_of(rings, stage, SUMS + ME, BY_ROW)[:, None]
         decays = gl.exp2(gl.where(seen, apart, float("-inf")))
-        scores = pairs.index(2 * ME).load(LAYOUT).to(gl.float32)
-        weights = gl.convert_layout((scores * decays).to(kind), operand_layout(LAYOUT))
-        products, dv = warpgroup_mma_wait(1, deps=(products, dv))
-        of_key = until * steps * gl.sum(v * dv, 1)
-        dv *= until[:, None]
+        weights = (pairs.index(2 * ME).load(LAYOUT).to(gl.float32) * decays).to(kind)
+        weights = gl.convert_layout(weights, operand_layout(LAYOUT))
+        dk = warpgroup_mma_wait(0, deps=(adding,))
+        products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
         dv = warpgroup_mma(weights, tdo, dv, is_async=True)
+        products = warpgroup_mma_wait(1, deps=(products,))
         products *= decays * steps[:, None]
         own += products
-        products *= scores
+        products *= pairs.index(2 * ME).load(LAYOUT).to(gl.float32)
         later, earlier = gl.sum(products, 1), gl.sum(products, 0)
         gl.store(row_spot(grads, job, place, head, EARLIER, ME) + column, earlier)
-        dv, dk = warpgroup_mma_wait(0, deps=(dv, adding))
+        dv = warpgroup_mma_wait(0, deps=(dv,))
         if ME == 0:
             tdo_far = flat(rings.do.index(2 * stage + 1))
-            products = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
-            scores = pairs.index(1).load(LAYOUT).to(gl.float32)
             decays = numbers_of(rings, stage, EDGE, BY_ROW)[:, None]
             decays = decays * gl.exp2(numbers_of(rings, stage, SUMS + 1, BY_COLUMN))[None, :]
-            weights = gl.convert_layout((scores * decays).to(kind), operand_layout(LAYOUT))
-            products = warpgroup_mma_wait(0, deps=(products,))
+            weights = (pairs.index(1).load(LAYOUT).to(gl.float32) * decays).to(kind)
+            weights = gl.convert_layout(weights, operand_layout(LAYOUT))
+            products = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
             dv = warpgroup_mma(weights, tdo_far, dv, is_async=True)
+            products = warpgroup_mma_wait(1, deps=(products,))
             products *= decays * steps[:, None]
             far += products
-            products *= scores
+            products *= pairs.index(1).load(LAYOUT).to(gl.float32)
             later += gl.sum(products, 1)
             earlier = gl.sum(products, 0)
             gl.store(row_spot(grads, job, place, head, ACROSS, 1) + column, earlier)
@@ -154,7 +157,6 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         v = tv.load(LAYOUT).to(gl.float32)
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
-        gl.store(row_spot(grads, job, place, head, KEY, ME) + row, of_key)
         gl.store(row_spot(grads, job, place, head, LATER, ME) + row, later)
         gl.store(row_spot(grads, job, place, head, OF_STEP, ME) + row, gl.sum(v * dv, 1))
         dv *= steps[:, None]
