@@ -140,6 +140,14 @@ def numbers_of(rings, stage, row: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def power(x):
+    """2^x, in one instruction."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def bring(maps, job, rings, AGAIN: gl.constexpr):
     """The warp that brings tiles. AGAIN: q lies where the heads' rows come, so it comes before and after them."""
     STAGES: gl.constexpr = rings.numbers.type.shape[0]
@@ -207,7 +215,7 @@ def _outputs(ME: gl.constexpr, maps, job, rings, outs, scale):
     mbarrier.wait(rings.begun.index(0), 0)
     tq = flat(rings.q.index(ME))
     own = warpgroup_mma(tq, flat(rings.k.index(ME)).permute((1, 0)), none, use_acc=False, is_async=True)
-    own = scale * warpgroup_mma_wait(0, deps=(own,))
+    own = gl.where(seen, scale * warpgroup_mma_wait(0, deps=(own,)), 0.0)
     far = none
     if ME == 1:
         far = warpgroup_mma(tq, flat(rings.k.index(0)).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -220,9 +228,9 @@ def _outputs(ME: gl.constexpr, maps, job, rings, outs, scale):
         sums = numbers_of(rings, stage, SUMS + ME, BY_ROW)
         apart = sums[:, None] - numbers_of(rings, stage, SUMS + ME, BY_COLUMN)[None, :]
         steps = numbers_of(rings, stage, STEP + ME, BY_COLUMN)[None, :]
-        weights = own * (gl.exp2(gl.where(seen, apart, float("-inf"))) * steps)
+        weights = own * (power(gl.minimum(apart, 0.0)) * steps)
         left = gl.convert_layout(weights.to(kind), operand_layout(LAYOUT))
-        since = gl.exp2(sums)
+        since = power(sums)
         if ME == 1:
             edge = numbers_of(rings, stage, EDGE, BY_COLUMN) * numbers_of(rings, stage, STEP, BY_COLUMN)
             weights = far * (since[:, None] * edge[None, :])
@@ -303,7 +311,7 @@ def _queries(ME: gl.constexpr, maps, job, grads, rings, scale):
         if ME == 1:
             since = numbers_of(rings, stage, EDGE + 1, BY_ROW)
         else:
-            since = gl.exp2(numbers_of(rings, stage, SUMS, BY_ROW))
+            since = power(numbers_of(rings, stage, SUMS, BY_ROW))
         left = gl.convert_layout((do * since[:, None]).to(kind), operand_layout(WIDE))
         pending = warpgroup_mma(left, state.permute((1, 0)), dq, is_async=True)
         one = rings.before.index(stage)._reinterpret(kind, [2, HALF, V], half).index(ME).load(LAYOUT)

@@ -34,6 +34,7 @@ from ridgeline.ops.recurrent._shared_heads_hopper import (
     grad_spot,
     numbers_of,
     place_of,
+    power,
     put_out,
     ring,
     row_spot,
@@ -97,11 +98,11 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     place = place_of(job)
     row, column = gl.arange(0, HALF, BY_ROW), gl.arange(0, HALF, BY_COLUMN)
-    seen = column[None, :] >= row[:, None]
+    seen = column[None, :] >= row[:, None]  # by a query, the column
     none = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
     own, far, dk = none, none, gl.zeros([HALF, K], gl.float32, WIDE)
     mbarrier.wait(rings.begun.index(0), 0)
-    pairs.index(2 * ME).store(_pair(ME, ME, rings, scale).to(kind))
+    pairs.index(2 * ME).store(gl.where(seen, _pair(ME, ME, rings, scale), 0.0).to(kind))
     if ME == 0:
         pairs.index(1).store(_pair(0, 1, rings, scale).to(kind))
     barrier()
@@ -124,7 +125,7 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         dv *= until[:, None]
         apart = numbers_of(rings, stage, SUMS + ME, BY_COLUMN)[None, :]
         apart -= numbers_of(rings, stage, SUMS + ME, BY_ROW)[:, None]
-        decays = gl.exp2(gl.where(seen, apart, float("-inf")))
+        decays = power(gl.minimum(apart, 0.0))  # those of queries before the key meet zeros
         weights = (pairs.index(2 * ME).load(LAYOUT).to(gl.float32) * decays).to(kind)
         weights = gl.convert_layout(weights, operand_layout(LAYOUT))
         dk = warpgroup_mma_wait(0, deps=(adding,))
@@ -140,7 +141,7 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         if ME == 0:
             tdo_far = flat(rings.do.index(2 * stage + 1))
             decays = numbers_of(rings, stage, EDGE, BY_ROW)[:, None]
-            decays = decays * gl.exp2(numbers_of(rings, stage, SUMS + 1, BY_COLUMN))[None, :]
+            decays = decays * power(numbers_of(rings, stage, SUMS + 1, BY_COLUMN))[None, :]
             weights = (pairs.index(1).load(LAYOUT).to(gl.float32) * decays).to(kind)
             weights = gl.convert_layout(weights, operand_layout(LAYOUT))
             products = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -164,6 +165,7 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
             gl.store(row_spot(grads, job, place, head, OF_SKIP, ME) + row, gl.sum(v * do, 1))
             dv += gl.load(job.skip + head) * do
         put_out(maps, job, place, head, dv, outs.index(ME), ME)
+    own = gl.where(seen, own, 0.0)
     _finish(ME, job, grads, rings, pairs, dk, own, far, scale, kind)
     tma.store_wait(0)
 
