@@ -71,7 +71,7 @@ def plain_outputs(job: Any, maps: Any, scale: float) -> None:
 def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
     R = _shared_heads_hopper
     own = job.heads // job.share * job.parts
-    grads.q.zero_(), grads.k.zero_()
+    grads.own.zero_(), grads.k.zero_()
     rows_of = grads.rows.view(8, maps.v.tensor.shape[0], job.heads, job.chunks, ROWS)
     for b, _, kept, rows in chunks_of(job, maps.v.tensor.shape[0]):
         for h in range(job.heads):
@@ -82,7 +82,7 @@ def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
             scores, weights = scale * q @ k.mT * pairs, do @ v.mT * pairs * step
             part = h // job.share * job.parts + h % job.share // job.span
             assert part < own
-            grads.q[b, rows, part] += (scale * weights @ k).float()
+            grads.own[b, rows, part] += (scale * weights @ k).float()
             grads.k[b, rows, part] += (scale * weights.mT @ q + (until * step)[:, None] * (v @ after.mT)).float()
             far = until[:, None] * (k @ after)
             dv = far + scores.mT @ do
@@ -111,11 +111,12 @@ def plain_queries(grads: Any, job: Any, maps: Any, scale: float) -> None:
             before, after = (t.tensor[b, h, kept].double() for t in (maps.before, maps.after))
             _, since, _, _ = decays(maps.numbers.tensor[b, h, kept], len(q))
             part = h // job.share * job.parts + h % job.share // job.span
-            grads.q[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
+            grads.own[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
             made = rows_of[:, b, h, kept]
             made[R.QUERY.value] = 0
             made[R.QUERY.value, : len(q)] = scale * since * (do * (q @ before)).sum(1)
             made[R.PAST.value] = (before * after).sum(1)
+    grads.q.copy_(grads.own)
 
 
 def start(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:

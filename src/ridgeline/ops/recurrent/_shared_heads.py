@@ -120,20 +120,18 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
     before = _walk(shared, call.k, call.v, call.first, None, False)
     after = _walk(shared, call.q, do, dlast, dfirst, True)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
-    of_q, of_k = (torch.empty((B, T, dq.shape[2] * shared.job.parts, K), **fresh) for _ in range(2))
+    own = torch.empty((B, T, dq.shape[2] * shared.job.parts, K), **fresh)
+    of_q, of_k = (dq, dk) if shared.job.parts == 1 else (own, torch.empty_like(own))
     rows = torch.empty((8, B * HV, room.chunks, ROWS), **fresh)
-    grads = RowGrads(of_q, of_k, rows, rows.stride(0))
+    grads = RowGrads(own, of_q, of_k, rows, rows.stride(0))
     q, k = (_rows(t, K, call) for t in (call.q, call.k))
     v, d, out = (_rows(t, V, call) for t in (call.v, do, dv))
     maps = HeadMaps(q, k, v, d, None, _states(after, shared), _numbers(shared), out)
     launch(shared_keys, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
     maps = HeadMaps(q, None, None, d, _states(before, shared), _states(after, shared), _numbers(shared), None)
     launch(shared_queries, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
-    for grad, parts in ((dq, of_q), (dk, of_k)):
-        if shared.job.parts == 1:
-            grad.copy_(parts)
-        else:
-            _calls.join_parts(grad, parts)
+    _calls.join_parts(dq, of_q)
+    _calls.join_parts(dk, of_k)
     skips = None if dD is None else torch.empty((B, room.chunks, HV), **fresh)
     made = TokenGrads(dg, dstep, skips)
     grid = room.chunks, B * triton.cdiv(HV, TILE)

@@ -70,7 +70,8 @@ class HeadJob(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    q: Any  # (B, T, q's heads * parts, K) in float32
+    own: Any  # q's from the chunk's own pairs, (B, T, q's heads * parts, K) in float32
+    q: Any  # as these, in the data's dtype where there is one part
     k: Any
     rows: Any  # numbers of each row, (8, B, heads, chunks, rows) in float32
     stride: Any
@@ -324,8 +325,10 @@ def _queries(ME: gl.constexpr, maps, job, grads, rings, scale):
         mbarrier.arrive(rings.free.index(stage), count=1)
         gl.store(row_spot(grads, job, place, head, QUERY, ME) + row, seen)
         gl.store(row_spot(grads, job, place, head, PAST, ME) + row, past)
+    spots, there = grad_spot(grads.own, job, place, ME, WIDE)
+    dq = scale * dq + gl.load(spots, mask=there, other=0.0)
     spots, there = grad_spot(grads.q, job, place, ME, WIDE)
-    gl.store(spots, scale * dq + gl.load(spots, mask=there, other=0.0), mask=there)
+    gl.store(spots, dq.to(grads.q.dtype.element_ty), mask=there)
 
 
 @gluon.jit(do_not_specialize=["scale"])

@@ -74,7 +74,7 @@ def _finish(ME: gl.constexpr, job, grads, rings, pairs, dk, own, far, scale, KIN
     if ME == 1:
         dq = warpgroup_mma(pairs.index(1).permute((1, 0)), flat(rings.k.index(0)), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    spots, there = grad_spot(grads.q, job, place, ME, WIDE)
+    spots, there = grad_spot(grads.own, job, place, ME, WIDE)
     gl.store(spots, dq, mask=there)
     mbarrier.wait(rings.begun.index(0), 1)
     left = gl.convert_layout(own, operand_layout(WIDE))
@@ -84,7 +84,7 @@ def _finish(ME: gl.constexpr, job, grads, rings, pairs, dk, own, far, scale, KIN
         dk = warpgroup_mma(left, flat(rings.q.index(1)), dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     spots, there = grad_spot(grads.k, job, place, ME, WIDE)
-    gl.store(spots, dk, mask=there)
+    gl.store(spots, dk.to(grads.k.dtype.element_ty), mask=there)
 
 
 @gluon.jit
