@@ -70,9 +70,9 @@ def law(T, H, more=None):
 for what in sys.argv[1:]:
     try:
         if what == "one": compare("one", 1, 128, 8, 1, stated=False, extra=False)
-        if what == "some": compare("some", 2, 300, 16, 2)
+        if what == "some": compare("some", 2, 150, 16, 2)
         if what == "packed": compare("packed", 1, 700, 16, 1, [0, 100, 100, 429, 700])
-        if what == "walk": compare("walk", 10, 200, 64, 1)
+        if what == "walk": compare("walk", 10, 150, 64, 1)
         if what == "profile": say("profile"); profile()
         if what.startswith("law"): law(int(what[3:]), 16)
     except Exception as e:

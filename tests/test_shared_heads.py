@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import ridgeline
 import ridgeline.boundary
+import ridgeline.device
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _calls, _shared_heads, _shared_heads_hopper
+from ridgeline.ops.recurrent import _calls, _shared_heads, _shared_heads_hopper, ssd
 from ridgeline.ops.recurrent._chunks import Call
 
 pytestmark = pytest.mark.kernels
@@ -78,7 +80,7 @@ def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
             q, k = (t.tensor[b, h // job.share, rows].double() for t in (maps.q, maps.k))
             v, do = (t.tensor[b, h, rows].double() for t in (maps.v, maps.do))
             after, n = maps.after.tensor[b, h, kept].double(), len(q)
-            pairs, since, until, step = decays(maps.numbers.tensor[b, h, kept], n)
+            pairs, _, until, step = decays(maps.numbers.tensor[b, h, kept], n)
             scores, weights = scale * q @ k.mT * pairs, do @ v.mT * pairs * step
             part = h // job.share * job.parts + h % job.share // job.span
             assert part < own
@@ -160,3 +162,76 @@ def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pyt
     _shared_heads.backward((dq, dk, dv, dg, dD, dstep, dfirst), do, dlast, call)
     for found, right in zip((o, last, *made), (want, kept, *grads), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
+
+
+def started(card: str, dtype: torch.dtype = torch.bfloat16, heads: int = 64, K: int = 128, step: int = 0) -> set[str]:
+    """The names of the kernels of both passes on that card; x's rows are `step` elements longer than 64."""
+
+    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    q, k = empty(8, 4096, 1, K), empty(8, 4096, 1, K)
+    v, o = empty(8, 4096, heads, 64 + step)[..., :64], empty(8, 4096, heads, 64)
+    g, step_sizes = (empty(8, 4096, heads, kind=torch.float32) for _ in range(2))
+    inputs = q, k, v, g, step_sizes, None, None, None, 1.0, "ieee"
+    seen: list[ridgeline.boundary.Launch] = []
+    with ridgeline.device.pretend(card), ridgeline.boundary.observe(seen.append):
+        ssd._chunks_fwd(o, empty(8, heads, K, 64, kind=torch.float32), *inputs)
+        ssd._chunks_bwd(q, k, v, g, g, None, None, o, None, *inputs)
+    return {launch.kernel.__name__ for launch in seen}
+
+
+def test_calls_that_they_serve() -> None:
+    """bfloat16 with 128 rows and 64 columns of a state, eight heads or more that share B and C, on Hopper."""
+    ours = {"write_numbers", "shared_states", "shared_outputs", "shared_keys", "shared_queries", "join_rows"}
+    assert started("h200") == started("h100") == started("h200", step=8) == ours
+    for others in (
+        started("h200", torch.float16), started("h200", heads=7), started("h200", K=64), started("h200", step=4),
+        started("b200"),
+    ):  # fmt: skip
+        assert "write_states" in others
+        assert not others & ours
+
+
+CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
+    "whole chunks": ((1, 256, 8, 1), {}),
+    "tokens left over, two groups, states": ((2, 150, 16, 2), {"states": True}),
+    "many sequences": ((10, 150, 64, 1), {"states": True}),
+    "packed": ((1, 300, 16, 1), {"ends": [0, 70, 70, 71, 300], "states": True}),
+    "many packed": ((1, 1100, 64, 1), {"ends": [0, 100, 100, 101, 300, 428, 600, 700, 900, 1000, 1100]}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_results_and_bits(case: str, device: str) -> None:
+    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits."""
+    (B, T, H, shared), given = CASES[case]
+    dice = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=dice)
+
+    ends = given.get("ends")
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
+    N = B if ends is None else len(ends) - 1
+    args = [normal(B, T, H, 64), normal(B, T, H), -2 * normal(H).sigmoid(), normal(B, T, shared, 128)]
+    args += [0.1 * normal(B, T, shared, 128), normal(H)]
+    state, incoming = normal(N, H, 128, 64) if given.get("states") else None, normal(B, T, H, 64).bfloat16()
+
+    def run(impl: str, kind: torch.dtype) -> list[torch.Tensor]:
+        wide = torch.promote_types(kind, torch.float32)
+        leaves = [a.bfloat16().to(kind).requires_grad_() for a in args[:5]]
+        leaves += [t.to(wide).requires_grad_() for t in (args[5], state) if t is not None]
+        made = ridgeline.ssd(
+            *leaves[:5], D=leaves[5], impl=impl, cu_seqlens=cu_seqlens, return_state=True,
+            initial_state=None if state is None else leaves[6],
+        )  # fmt: skip
+        return [*made, *torch.autograd.grad(made, leaves, [incoming.to(kind), torch.ones_like(made[1])])]
+
+    found = run("triton_chunks", torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(found, run("triton_chunks", torch.bfloat16), strict=True))
+    for n, (one, other) in enumerate(zip(found, run("naive", torch.float64), strict=True)):
+        assert one.isfinite().all(), n
+        error = (one.double() - other).norm() / other.norm()
+        assert error < 5e-3, f"result {n} is off by {error:.2e}"

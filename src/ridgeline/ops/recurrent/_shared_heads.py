@@ -13,8 +13,8 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _calls, _chunks, _head_chunks
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob, HeadMaps, RowGrads, shared_outputs, shared_queries
 from ridgeline.ops.recurrent._shared_heads_keys import shared_keys
-from ridgeline.ops.recurrent._shared_heads_states import StateJob, StateMaps, shared_states
 from ridgeline.ops.recurrent._shared_heads_numbers import ChunkRoom, TokenGrads, join_rows, write_numbers
+from ridgeline.ops.recurrent._shared_heads_states import StateJob, StateMaps, shared_states
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
@@ -57,7 +57,8 @@ def prepare(call: _chunks.Call) -> Shared:
     share, chunks = HV // H, triton.cdiv(T, ROWS) if call.ends is None else T // ROWS + call.sequences
     room = ChunkRoom(call.ends, T, HV, chunks, call.sequences)
     numbers = torch.empty((B, HV, chunks, 4, ROWS), dtype=torch.float32, device=call.v.device)
-    assert call.g is not None and call.step is not None
+    assert call.g is not None
+    assert call.step is not None
     args = call.rows(call.g), call.rows(call.step), numbers, room
     launch(write_numbers, (chunks, B * triton.cdiv(HV, TILE)), *args, HEADS=TILE, R=HALF, num_warps=4)
     parts = min(max(device.of(call.v).multiprocessors // max(chunks * B * H, 1), 1), share)

@@ -143,9 +143,7 @@ def numbers_of(rings, stage, row: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def power(x):
     """2^x, in one instruction."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -56,7 +56,6 @@ def _pair(ME: gl.constexpr, OTHER: gl.constexpr, rings, scale):
 def _finish(ME: gl.constexpr, job, grads, rings, pairs, dk, own, far, scale, KIND: gl.constexpr):
     """The chunk's own parts, from the sums of all heads' weights."""
     WIDE: gl.constexpr = sums_layout(K)
-    LAYOUT: gl.constexpr = sums_layout(HALF)
     place = place_of(job)
     own, far = (scale * own).to(KIND), (scale * far).to(KIND)
     barrier()
@@ -68,9 +67,7 @@ def _finish(ME: gl.constexpr, job, grads, rings, pairs, dk, own, far, scale, KIN
     mbarrier.arrive(rings.made.index(0), count=1)
     mbarrier.wait(rings.made.index(0), 1)
     none = gl.zeros([HALF, K], gl.float32, WIDE)
-    dq = warpgroup_mma(
-        pairs.index(2 * ME).permute((1, 0)), flat(rings.k.index(ME)), none, use_acc=False, is_async=True
-    )
+    dq = warpgroup_mma(pairs.index(2 * ME).permute((1, 0)), flat(rings.k.index(ME)), none, use_acc=False, is_async=True)
     if ME == 1:
         dq = warpgroup_mma(pairs.index(1).permute((1, 0)), flat(rings.k.index(0)), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))

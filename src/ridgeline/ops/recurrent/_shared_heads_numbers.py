@@ -1,4 +1,4 @@
-"""Numbers of rows around `_shared_heads_hopper.py`: decays before its kernels, and gradients of gates and steps after."""
+"""Numbers of rows for `_shared_heads_hopper.py`: decays before its kernels, and gradients of gates and steps after."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _given(t, room, n, start, tokens, row, heads):
 @triton.jit
 def write_numbers(gate, step, made, room, HEADS: tl.constexpr, R: tl.constexpr):
     """Of each row in blocks of R, two of a chunk: the sum of gates since the block began, times log2(e); e^sums until
-    the first block ends or, in the second one, since the chunk began; e^sums until the chunk ends; and the step size."""
+    the first block ends or, in the second one, since the chunk began; e^sums until the chunk ends; and its step."""
     _, n, start, tokens, first, heads, place = _spot(room, HEADS, R)
     block, row = tl.arange(0, 2)[:, None, None], tl.arange(0, R)[None, :, None]
     heads, at = heads[None, None, :], first + block * R + row
@@ -92,7 +92,7 @@ def join_rows(rows, numbers, grads, room, stride, HEADS: tl.constexpr, R: tl.con
     A gate gets what goes past the chunk, its row's and later queries with earlier chunks' keys, earlier keys with later
     chunks' queries, and the chunk's own pairs around it: running sums of the pairs that begin without those that end,
     which are the same float32 numbers in both."""
-    batch, n, start, tokens, first, heads, place = _spot(room, HEADS, R)
+    batch, _, start, tokens, first, heads, place = _spot(room, HEADS, R)
     row = tl.arange(0, 2 * R)[None, :]
     here = (first + row < tokens) & (heads < room.heads)[:, None]
     spots = rows + place[:, None] * (2 * R) + row

@@ -87,9 +87,7 @@ class StateRings(NamedTuple):
 def _bring(maps, job, rings, REVERSE: gl.constexpr):
     STAGES: gl.constexpr = rings.a.type.shape[0]
     place = _place(job)
-    SIZE: gl.constexpr = maps.a.block_type.nbytes + HEADS * (
-        maps.c.block_type.nbytes + maps.numbers.block_type.nbytes
-    )
+    SIZE: gl.constexpr = maps.a.block_type.nbytes + HEADS * (maps.c.block_type.nbytes + maps.numbers.block_type.nbytes)
     for t in range(2 * place.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
         block = t
@@ -162,8 +160,8 @@ def _walk(ME: gl.constexpr, maps, job, rings, outs, factor, REVERSE: gl.constexp
             state = warpgroup_mma_wait(0, deps=(state,))
             barrier()
             mbarrier.arrive(rings.free.index(stage), count=1)
-    if job.last is not None:
-        if there:  # noqa: SIM102  # one is decided at compile time
+    if job.last is not None:  # noqa: SIM102  # decided at compile time
+        if there:
             gl.store(job.last + given + (depth * V + column), state)
     tma.store_wait(0)
 
