@@ -44,7 +44,7 @@ OF_SKIP = gl.constexpr(7)
 
 
 class HeadMaps(NamedTuple):
-    """Tensor maps: rows (B, heads, T, columns), states (B, heads, chunks, K, V), numbers (B, heads, chunks, 4, rows)."""
+    """Tensor maps: rows (B, heads, T, columns), states (B, heads, chunks, K, V), numbers (B, heads, chunks, 4, 128)."""
 
     q: Any
     k: Any

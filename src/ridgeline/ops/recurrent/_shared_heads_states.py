@@ -27,7 +27,7 @@ HEADS = gl.constexpr(4)  # of a program
 
 
 class StateMaps(NamedTuple):
-    """Tensor maps: rows (B, heads, T, columns), numbers (B, heads, chunks, 4, rows), states (B, heads, chunks, K, V)."""
+    """Tensor maps: rows (B, heads, T, columns), numbers (B, heads, chunks, 4, 128), states (B, heads, chunks, K, V)."""
 
     a: Any  # k, or in reverse q
     c: Any  # v or do
