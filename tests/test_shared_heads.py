@@ -12,11 +12,11 @@ import ridgeline
 import ridgeline.boundary
 import ridgeline.device
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _calls, _shared_heads, _shared_heads_hopper, ssd
+from ridgeline.ops.recurrent import _calls, _shared_heads, _shared_heads_hopper, _shared_heads_plan, ssd
 from ridgeline.ops.recurrent._chunks import Call
 
 pytestmark = pytest.mark.kernels
-ROWS, HALF = _shared_heads.ROWS, _shared_heads.HALF
+ROWS, HALF = _shared_heads_plan.ROWS, _shared_heads_plan.HALF
 
 
 def chunks_of(job: Any, batch: int) -> Any:
@@ -154,7 +154,9 @@ def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pyt
     want = want + D[:, None] * X
     do, dlast = normal(*want.shape), normal(*kept.shape)
     grads = torch.autograd.grad((want, kept), leaves, (do.double(), dlast.double()))
-    monkeypatch.setattr(_shared_heads, "launch", start)
+    for module in (_shared_heads, _shared_heads_plan):
+        monkeypatch.setattr(module, "launch", start)
+    monkeypatch.setattr(_shared_heads, "serves", lambda *_: True)
     call = Call(q, k, v, g, None, first.detach().float(), given, 0.7, "ieee", step, D.detach().float())
     o, last, made = torch.empty_like(v), torch.empty_like(call.first), [torch.empty(t.shape) for t in leaves]
     _shared_heads.forward(o, last, call)
