@@ -73,7 +73,7 @@ def plain_outputs(job: Any, maps: Any, scale: float) -> None:
 def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
     R = _shared_heads_hopper
     own = job.heads // job.share * job.parts
-    grads.own.zero_(), grads.k.zero_()
+    grads.own_q.zero_(), grads.own_k.zero_()
     rows_of = grads.rows.view(8, maps.v.tensor.shape[0], job.heads, job.chunks, ROWS)
     for b, _, kept, rows in chunks_of(job, maps.v.tensor.shape[0]):
         for h in range(job.heads):
@@ -84,8 +84,8 @@ def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
             scores, weights = scale * q @ k.mT * pairs, do @ v.mT * pairs * step
             part = h // job.share * job.parts + h % job.share // job.span
             assert part < own
-            grads.own[b, rows, part] += (scale * weights @ k).float()
-            grads.k[b, rows, part] += (scale * weights.mT @ q + (until * step)[:, None] * (v @ after.mT)).float()
+            grads.own_q[b, rows, part] += (scale * weights @ k).float()
+            grads.own_k[b, rows, part] += (scale * weights.mT @ q).float()
             far = until[:, None] * (k @ after)
             dv = far + scores.mT @ do
             both = scale * q @ k.mT * weights
@@ -104,26 +104,29 @@ def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
             maps.out.tensor[b, h, rows] = dv.float()
 
 
-def plain_queries(grads: Any, job: Any, maps: Any, scale: float) -> None:
+def plain_gradients(grads: Any, job: Any, maps: Any, scale: float) -> None:
     R = _shared_heads_hopper
     rows_of = grads.rows.view(8, maps.do.tensor.shape[0], job.heads, job.chunks, ROWS)
     for b, _, kept, rows in chunks_of(job, maps.do.tensor.shape[0]):
         for h in range(job.heads):
             q, do = maps.q.tensor[b, h // job.share, rows].double(), maps.do.tensor[b, h, rows].double()
             before, after = (t.tensor[b, h, kept].double() for t in (maps.before, maps.after))
-            _, since, _, _ = decays(maps.numbers.tensor[b, h, kept], len(q))
+            v = maps.v.tensor[b, h, rows].double()
+            _, since, until, step = decays(maps.numbers.tensor[b, h, kept], len(q))
             part = h // job.share * job.parts + h % job.share // job.span
-            grads.own[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
+            grads.own_q[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
+            grads.own_k[b, rows, part] += ((until * step)[:, None] * (v @ after.mT)).float()
             made = rows_of[:, b, h, kept]
             made[R.QUERY.value] = 0
             made[R.QUERY.value, : len(q)] = scale * since * (do * (q @ before)).sum(1)
             made[R.PAST.value] = (before * after).sum(1)
-    grads.q.copy_(grads.own)
+    grads.q.copy_(grads.own_q)
+    grads.k.copy_(grads.own_k)
 
 
 def start(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
     """In place of `launch`: plain PyTorch for kernels that the interpreter does not run."""
-    plain = {"shared_outputs": plain_outputs, "shared_keys": plain_keys, "shared_queries": plain_queries}
+    plain = {"shared_outputs": plain_outputs, "shared_keys": plain_keys, "shared_gradients": plain_gradients}
     if kernel.__name__ == "shared_states":
         plain_states(*args, REVERSE=constants["REVERSE"])
     elif kernel.__name__ in plain:
@@ -185,7 +188,7 @@ def started(card: str, dtype: torch.dtype = torch.bfloat16, heads: int = 64, K: 
 
 def test_calls_that_they_serve() -> None:
     """bfloat16 with 128 rows and 64 columns of a state, eight heads or more that share B and C, on Hopper."""
-    ours = {"write_numbers", "shared_states", "shared_outputs", "shared_keys", "shared_queries", "join_rows"}
+    ours = {"write_numbers", "shared_states", "shared_outputs", "shared_keys", "shared_gradients", "join_rows"}
     assert started("h200") == started("h100") == started("h200", step=8) == ours
     for others in (
         started("h200", torch.float16), started("h200", heads=7), started("h200", K=64), started("h200", step=4),

@@ -9,7 +9,7 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _calls, _head_chunks
-from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_outputs, shared_queries
+from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_outputs, shared_gradients
 from ridgeline.ops.recurrent._shared_heads_keys import shared_keys
 from ridgeline.ops.recurrent._shared_heads_plan import (
     ROWS,
@@ -72,16 +72,16 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: A
     before = walk(shared, call.k, call.v, call.first, None, False)
     after = walk(shared, call.q, do, dlast, dfirst, True)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
-    own = torch.empty((B, T, dq.shape[2] * shared.job.parts, K), **fresh)
-    of_q, of_k = (dq, dk) if shared.job.parts == 1 else (own, torch.empty_like(own))
+    own_q, own_k = (torch.empty((B, T, dq.shape[2] * shared.job.parts, K), **fresh) for _ in range(2))
+    of_q, of_k = (dq, dk) if shared.job.parts == 1 else (own_q, own_k)
     rows = torch.empty((8, B * HV, room.chunks, ROWS), **fresh)
-    grads = RowGrads(own, of_q, of_k, rows, rows.stride(0))
+    grads = RowGrads(own_q, own_k, of_q, of_k, rows, rows.stride(0))
     q, k = (rows_map(t, K, call) for t in (call.q, call.k))
     v, d, out = (rows_map(t, V, call) for t in (call.v, do, dv))
     maps = HeadMaps(q, k, v, d, None, states_map(after, shared), numbers_map(shared), out)
     launch(shared_keys, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
-    maps = HeadMaps(q, None, None, d, states_map(before, shared), states_map(after, shared), numbers_map(shared), None)
-    launch(shared_queries, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
+    maps = HeadMaps(q, None, v, d, states_map(before, shared), states_map(after, shared), numbers_map(shared), None)
+    launch(shared_gradients, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES - 1, **FACTS)
     _calls.join_parts(dq, of_q)
     _calls.join_parts(dk, of_k)
     join(shared, rows, dg, dstep, dD)

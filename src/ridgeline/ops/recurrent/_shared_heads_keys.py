@@ -53,7 +53,7 @@ def _pair(ME: gl.constexpr, OTHER: gl.constexpr, rings, scale):
 
 
 @gluon.jit
-def _finish(ME: gl.constexpr, job, grads, rings, pairs, dk, own, far, scale, KIND: gl.constexpr):
+def _finish(ME: gl.constexpr, job, grads, rings, pairs, own, far, scale, KIND: gl.constexpr):
     """The chunk's own parts, from the sums of all heads' weights."""
     WIDE: gl.constexpr = sums_layout(K)
     place = place_of(job)
@@ -71,17 +71,17 @@ def _finish(ME: gl.constexpr, job, grads, rings, pairs, dk, own, far, scale, KIN
     if ME == 1:
         dq = warpgroup_mma(pairs.index(1).permute((1, 0)), flat(rings.k.index(0)), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    spots, there = grad_spot(grads.own, job, place, ME, WIDE)
+    spots, there = grad_spot(grads.own_q, job, place, ME, WIDE)
     gl.store(spots, dq, mask=there)
     mbarrier.wait(rings.begun.index(0), 1)
     left = gl.convert_layout(own, operand_layout(WIDE))
-    dk = warpgroup_mma(left, flat(rings.q.index(ME)), dk, is_async=True)
+    dk = warpgroup_mma(left, flat(rings.q.index(ME)), none, use_acc=False, is_async=True)
     if ME == 0:
         left = gl.convert_layout(far, operand_layout(WIDE))
         dk = warpgroup_mma(left, flat(rings.q.index(1)), dk, is_async=True)
     dk = warpgroup_mma_wait(0, deps=(dk,))
-    spots, there = grad_spot(grads.k, job, place, ME, WIDE)
-    gl.store(spots, dk.to(grads.k.dtype.element_ty), mask=there)
+    spots, there = grad_spot(grads.own_k, job, place, ME, WIDE)
+    gl.store(spots, dk, mask=there)
 
 
 @gluon.jit
@@ -90,14 +90,13 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
     STAGES: gl.constexpr = rings.numbers.type.shape[0]
     kind: gl.constexpr = maps.v.dtype
     LAYOUT: gl.constexpr = sums_layout(HALF)
-    WIDE: gl.constexpr = sums_layout(K)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     place = place_of(job)
     row, column = gl.arange(0, HALF, BY_ROW), gl.arange(0, HALF, BY_COLUMN)
     seen = column[None, :] >= row[:, None]  # by a query, the column
     none = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
-    own, far, dk = none, none, gl.zeros([HALF, K], gl.float32, WIDE)
+    own, far = none, none
     mbarrier.wait(rings.begun.index(0), 0)
     pairs.index(2 * ME).store(gl.where(seen, _pair(ME, ME, rings, scale), 0.0).to(kind))
     if ME == 0:
@@ -112,45 +111,41 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         tv, tdo = flat(rings.v.index(2 * stage + ME)), flat(rings.do.index(2 * stage + ME))
         after = flat(rings.after.index(stage))
         dv = warpgroup_mma(tk, after, none, use_acc=False, is_async=True)
-        v = tv.load(LAYOUT).to(gl.float32)
+        products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
+        if ME == 0:
+            tdo_far = flat(rings.do.index(2 * stage + 1))
+            beyond = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
         until, steps = numbers_of(rings, stage, UNTIL + ME, BY_ROW), numbers_of(rings, stage, STEP + ME, BY_ROW)
-        left = gl.convert_layout((v * (until * steps)[:, None]).to(kind), operand_layout(WIDE))
-        adding = warpgroup_mma(left, after.permute((1, 0)), dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=(dv,))
-        of_key = until * steps * gl.sum(v * dv, 1)
-        gl.store(row_spot(grads, job, place, head, KEY, ME) + row, of_key)
-        dv *= until[:, None]
         apart = numbers_of(rings, stage, SUMS + ME, BY_COLUMN)[None, :]
         apart -= numbers_of(rings, stage, SUMS + ME, BY_ROW)[:, None]
         decays = power(gl.minimum(apart, 0.0))  # those of queries before the key meet zeros
         weights = (pairs.index(2 * ME).load(LAYOUT).to(gl.float32) * decays).to(kind)
         weights = gl.convert_layout(weights, operand_layout(LAYOUT))
-        dk = warpgroup_mma_wait(0, deps=(adding,))
-        products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
+        dv, products = warpgroup_mma_wait(ME == 0, deps=(dv, products))
+        of_key = until * steps * gl.sum(tv.load(LAYOUT).to(gl.float32) * dv, 1)
+        gl.store(row_spot(grads, job, place, head, KEY, ME) + row, of_key)
+        dv *= until[:, None]
         dv = warpgroup_mma(weights, tdo, dv, is_async=True)
-        products = warpgroup_mma_wait(1, deps=(products,))
         products *= decays * steps[:, None]
         own += products
         products *= pairs.index(2 * ME).load(LAYOUT).to(gl.float32)
         later, earlier = gl.sum(products, 1), gl.sum(products, 0)
         gl.store(row_spot(grads, job, place, head, EARLIER, ME) + column, earlier)
-        dv = warpgroup_mma_wait(0, deps=(dv,))
         if ME == 0:
-            tdo_far = flat(rings.do.index(2 * stage + 1))
-            decays = numbers_of(rings, stage, EDGE, BY_ROW)[:, None]
-            decays = decays * power(numbers_of(rings, stage, SUMS + 1, BY_COLUMN))[None, :]
+            edge = numbers_of(rings, stage, EDGE, BY_ROW)
+            late = power(numbers_of(rings, stage, SUMS + 1, BY_COLUMN))
+            decays = edge[:, None] * late[None, :]
             weights = (pairs.index(1).load(LAYOUT).to(gl.float32) * decays).to(kind)
             weights = gl.convert_layout(weights, operand_layout(LAYOUT))
-            products = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
+            dv, beyond = warpgroup_mma_wait(0, deps=(dv, beyond))
             dv = warpgroup_mma(weights, tdo_far, dv, is_async=True)
-            products = warpgroup_mma_wait(1, deps=(products,))
-            products *= decays * steps[:, None]
-            far += products
-            products *= pairs.index(1).load(LAYOUT).to(gl.float32)
-            later += gl.sum(products, 1)
-            earlier = gl.sum(products, 0)
+            beyond *= decays * steps[:, None]
+            far += beyond
+            beyond *= pairs.index(1).load(LAYOUT).to(gl.float32)
+            later += gl.sum(beyond, 1)
+            earlier = gl.sum(beyond, 0)
             gl.store(row_spot(grads, job, place, head, ACROSS, 1) + column, earlier)
-            dv = warpgroup_mma_wait(0, deps=(dv,))
+        dv = warpgroup_mma_wait(0, deps=(dv,))
         do = tdo.load(LAYOUT).to(gl.float32)
         v = tv.load(LAYOUT).to(gl.float32)
         barrier()
@@ -163,7 +158,7 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
             dv += gl.load(job.skip + head) * do
         put_out(maps, job, place, head, dv, outs.index(ME), ME)
     own = gl.where(seen, own, 0.0)
-    _finish(ME, job, grads, rings, pairs, dk, own, far, scale, kind)
+    _finish(ME, job, grads, rings, pairs, own, far, scale, kind)
     tma.store_wait(0)
 
 
