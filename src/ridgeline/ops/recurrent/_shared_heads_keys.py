@@ -112,16 +112,13 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         after = flat(rings.after.index(stage))
         dv = warpgroup_mma(tk, after, none, use_acc=False, is_async=True)
         products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
-        if ME == 0:
-            tdo_far = flat(rings.do.index(2 * stage + 1))
-            beyond = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
         until, steps = numbers_of(rings, stage, UNTIL + ME, BY_ROW), numbers_of(rings, stage, STEP + ME, BY_ROW)
         apart = numbers_of(rings, stage, SUMS + ME, BY_COLUMN)[None, :]
         apart -= numbers_of(rings, stage, SUMS + ME, BY_ROW)[:, None]
         decays = power(gl.minimum(apart, 0.0))  # those of queries before the key meet zeros
         weights = (pairs.index(2 * ME).load(LAYOUT).to(gl.float32) * decays).to(kind)
         weights = gl.convert_layout(weights, operand_layout(LAYOUT))
-        dv, products = warpgroup_mma_wait(ME == 0, deps=(dv, products))
+        dv, products = warpgroup_mma_wait(0, deps=(dv, products))
         of_key = until * steps * gl.sum(tv.load(LAYOUT).to(gl.float32) * dv, 1)
         gl.store(row_spot(grads, job, place, head, KEY, ME) + row, of_key)
         dv *= until[:, None]
@@ -132,18 +129,20 @@ def _keys(ME: gl.constexpr, maps, job, grads, rings, pairs, outs, scale):
         later, earlier = gl.sum(products, 1), gl.sum(products, 0)
         gl.store(row_spot(grads, job, place, head, EARLIER, ME) + column, earlier)
         if ME == 0:
+            tdo_far = flat(rings.do.index(2 * stage + 1))
+            products = warpgroup_mma(tv, tdo_far.permute((1, 0)), none, use_acc=False, is_async=True)
             edge = numbers_of(rings, stage, EDGE, BY_ROW)
             late = power(numbers_of(rings, stage, SUMS + 1, BY_COLUMN))
             decays = edge[:, None] * late[None, :]
             weights = (pairs.index(1).load(LAYOUT).to(gl.float32) * decays).to(kind)
             weights = gl.convert_layout(weights, operand_layout(LAYOUT))
-            dv, beyond = warpgroup_mma_wait(0, deps=(dv, beyond))
+            dv, products = warpgroup_mma_wait(0, deps=(dv, products))
             dv = warpgroup_mma(weights, tdo_far, dv, is_async=True)
-            beyond *= decays * steps[:, None]
-            far += beyond
-            beyond *= pairs.index(1).load(LAYOUT).to(gl.float32)
-            later += gl.sum(beyond, 1)
-            earlier = gl.sum(beyond, 0)
+            products *= decays * steps[:, None]
+            far += products
+            products *= pairs.index(1).load(LAYOUT).to(gl.float32)
+            later += gl.sum(products, 1)
+            earlier = gl.sum(products, 0)
             gl.store(row_spot(grads, job, place, head, ACROSS, 1) + column, earlier)
         dv = warpgroup_mma_wait(0, deps=(dv,))
         do = tdo.load(LAYOUT).to(gl.float32)
@@ -182,5 +181,5 @@ def shared_keys(grads, job, maps, scale, STAGES: gl.constexpr):
             (bring, (maps, job, rings, True)),
         ],
         [4, 1],
-        [240, 24],
+        [224, 24],
     )
