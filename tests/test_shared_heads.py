@@ -92,12 +92,12 @@ def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
             made = rows_of[:, b, h, kept]
             made.zero_()
             made[R.KEY.value, :n] = step * (v * far).sum(1)
-            made[R.LATER.value, :n] = both.sum(0)
             across = both.clone()
             across[:, HALF:] = 0
             across[:HALF] = 0
-            made[R.ACROSS.value, :n] = across.sum(1)
+            made[R.ACROSS.value, :n] = across.sum(1) + across.sum(0)
             made[R.EARLIER.value, :n] = (both - across).sum(1)
+            made[R.LATER.value, :n] = (both - across).sum(0)
             made[R.OF_STEP.value, :n] = (v * dv).sum(1)
             made[R.OF_SKIP.value, :n] = (v * do).sum(1)
             dv = step[:, None] * dv + (0 if job.skip is None else job.skip[h] * do)

@@ -9,7 +9,7 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _calls, _head_chunks
-from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_outputs, shared_gradients
+from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_gradients, shared_outputs
 from ridgeline.ops.recurrent._shared_heads_keys import shared_keys
 from ridgeline.ops.recurrent._shared_heads_plan import (
     ROWS,
@@ -79,7 +79,7 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: A
     q, k = (rows_map(t, K, call) for t in (call.q, call.k))
     v, d, out = (rows_map(t, V, call) for t in (call.v, do, dv))
     maps = HeadMaps(q, k, v, d, None, states_map(after, shared), numbers_map(shared), out)
-    launch(shared_keys, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
+    launch(shared_keys, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS | {"maxnreg": 128})
     maps = HeadMaps(q, None, v, d, states_map(before, shared), states_map(after, shared), numbers_map(shared), None)
     launch(shared_gradients, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES - 1, **FACTS)
     _calls.join_parts(dq, of_q)
