@@ -12,7 +12,7 @@ import ridgeline
 import ridgeline.boundary
 import ridgeline.device
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _calls, _shared_heads, _shared_heads_hopper, _shared_heads_plan, ssd
+from ridgeline.ops.recurrent import _calls, _head_chunks, _shared_heads, _shared_heads_hopper, _shared_heads_plan
 from ridgeline.ops.recurrent._chunks import Call
 
 pytestmark = pytest.mark.kernels
@@ -39,27 +39,6 @@ def decays(numbers: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
     return pairs[:rows, :rows], since[:rows], until.flatten()[:rows], step.flatten()[:rows]
 
 
-def plain_states(job: Any, maps: Any, factor: float, REVERSE: bool) -> None:
-    a, c, marks, numbers = (t.tensor for t in (maps.a, maps.c, maps.marks, maps.numbers))
-    spots = list(chunks_of(job, marks.shape[0]))
-    for h in range(job.heads):
-        zero = torch.zeros(marks.shape[-2:], dtype=torch.float64)
-        count = marks.shape[0] if job.ends is None else len(job.ends) - 1
-        states = {n: zero if job.first is None else job.first[n, h].double() for n in range(count)}
-        for b, n, kept, rows in reversed(spots) if REVERSE else spots:
-            state = states[n]
-            marks[b, h, kept] = state
-            of = slice(rows.start, rows.stop)
-            _, since, until, step = decays(numbers[b, h, kept], of.stop - of.start)
-            weight = since if REVERSE else until * step
-            whole = numbers[b, h, kept].flatten()[2 * ROWS - 1].double()
-            more = (a[b, h // job.share, of].double() * weight[:, None]).mT @ c[b, h, of].double()
-            states[n] = state * whole + factor * more
-        for n, state in states.items():
-            if job.last is not None:
-                job.last[n, h] = state
-
-
 def plain_outputs(job: Any, maps: Any, scale: float) -> None:
     for b, _, kept, rows in chunks_of(job, maps.v.tensor.shape[0]):
         for h in range(job.heads):
@@ -73,7 +52,7 @@ def plain_outputs(job: Any, maps: Any, scale: float) -> None:
 def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
     R = _shared_heads_hopper
     own = job.heads // job.share * job.parts
-    grads.own_q.zero_(), grads.own_k.zero_()
+    grads.own.zero_(), grads.k.zero_()
     rows_of = grads.rows.view(8, maps.v.tensor.shape[0], job.heads, job.chunks, ROWS)
     for b, _, kept, rows in chunks_of(job, maps.v.tensor.shape[0]):
         for h in range(job.heads):
@@ -84,64 +63,59 @@ def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
             scores, weights = scale * q @ k.mT * pairs, do @ v.mT * pairs * step
             part = h // job.share * job.parts + h % job.share // job.span
             assert part < own
-            grads.own_q[b, rows, part] += (scale * weights @ k).float()
-            grads.own_k[b, rows, part] += (scale * weights.mT @ q).float()
+            grads.own[b, rows, part] += (scale * weights @ k).float()
+            grads.k[b, rows, part] += (scale * weights.mT @ q + (until * step)[:, None] * (v @ after.mT)).float()
             far = until[:, None] * (k @ after)
             dv = far + scores.mT @ do
             both = scale * q @ k.mT * weights
             made = rows_of[:, b, h, kept]
             made.zero_()
             made[R.KEY.value, :n] = step * (v * far).sum(1)
+            made[R.LATER.value, :n] = both.sum(0)
             across = both.clone()
             across[:, HALF:] = 0
             across[:HALF] = 0
-            made[R.ACROSS.value, :n] = across.sum(1) + across.sum(0)
+            made[R.ACROSS.value, :n] = across.sum(1)
             made[R.EARLIER.value, :n] = (both - across).sum(1)
-            made[R.LATER.value, :n] = (both - across).sum(0)
             made[R.OF_STEP.value, :n] = (v * dv).sum(1)
             made[R.OF_SKIP.value, :n] = (v * do).sum(1)
             dv = step[:, None] * dv + (0 if job.skip is None else job.skip[h] * do)
             maps.out.tensor[b, h, rows] = dv.float()
 
 
-def plain_gradients(grads: Any, job: Any, maps: Any, scale: float) -> None:
+def plain_queries(grads: Any, job: Any, maps: Any, scale: float) -> None:
     R = _shared_heads_hopper
     rows_of = grads.rows.view(8, maps.do.tensor.shape[0], job.heads, job.chunks, ROWS)
     for b, _, kept, rows in chunks_of(job, maps.do.tensor.shape[0]):
         for h in range(job.heads):
             q, do = maps.q.tensor[b, h // job.share, rows].double(), maps.do.tensor[b, h, rows].double()
             before, after = (t.tensor[b, h, kept].double() for t in (maps.before, maps.after))
-            v = maps.v.tensor[b, h, rows].double()
-            _, since, until, step = decays(maps.numbers.tensor[b, h, kept], len(q))
+            _, since, _, _ = decays(maps.numbers.tensor[b, h, kept], len(q))
             part = h // job.share * job.parts + h % job.share // job.span
-            grads.own_q[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
-            grads.own_k[b, rows, part] += ((until * step)[:, None] * (v @ after.mT)).float()
+            grads.own[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
             made = rows_of[:, b, h, kept]
             made[R.QUERY.value] = 0
             made[R.QUERY.value, : len(q)] = scale * since * (do * (q @ before)).sum(1)
             made[R.PAST.value] = (before * after).sum(1)
-    grads.q.copy_(grads.own_q)
-    grads.k.copy_(grads.own_k)
+    grads.q.copy_(grads.own)
 
 
 def start(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
     """In place of `launch`: plain PyTorch for kernels that the interpreter does not run."""
-    plain = {"shared_outputs": plain_outputs, "shared_keys": plain_keys, "shared_gradients": plain_gradients}
-    if kernel.__name__ == "shared_states":
-        plain_states(*args, REVERSE=constants["REVERSE"])
-    elif kernel.__name__ in plain:
+    plain = {"shared_outputs": plain_outputs, "shared_keys": plain_keys, "shared_queries": plain_queries}
+    if kernel.__name__ in plain:
         plain[kernel.__name__](*args)
     else:
         ridgeline.boundary.launch(kernel, grid, *args, **constants)
 
 
-@pytest.mark.parametrize("ends", [None, (0, 150, 150, 300)])
+@pytest.mark.parametrize("ends", [None, (0, 70, 70, 210)])
 def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decays, what joins the gradients of gates, steps and D, and all sums over heads."""
     if not INTERPRETED:
         pytest.skip("a GPU runs the kernels themselves")
     dice = torch.Generator(device).manual_seed(5)
-    B, T, H, shared = 1 if ends else 2, 300 if ends else 200, 16, 2
+    B, T, H, shared = 1, 210 if ends else 150, 4, 2
     given = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     N = B if ends is None else len(ends) - 1
 
@@ -159,7 +133,9 @@ def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pyt
     grads = torch.autograd.grad((want, kept), leaves, (do.double(), dlast.double()))
     for module in (_shared_heads, _shared_heads_plan):
         monkeypatch.setattr(module, "launch", start)
-    monkeypatch.setattr(_shared_heads, "serves", lambda *_: True)
+    one = {"num_warps": 4, "num_stages": 1}
+    tiles = _head_chunks.HeadTiles(64, HALF, 2, one, one, one, one)
+    monkeypatch.setattr(_head_chunks, "head_tiles", lambda *_: tiles)
     call = Call(q, k, v, g, None, first.detach().float(), given, 0.7, "ieee", step, D.detach().float())
     o, last, made = torch.empty_like(v), torch.empty_like(call.first), [torch.empty(t.shape) for t in leaves]
     _shared_heads.forward(o, last, call)
@@ -169,33 +145,26 @@ def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pyt
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
 
 
-def started(card: str, dtype: torch.dtype = torch.bfloat16, heads: int = 64, K: int = 128, step: int = 0) -> set[str]:
-    """The names of the kernels of both passes on that card; x's rows are `step` elements longer than 64."""
+def test_calls_that_they_take() -> None:
+    """bfloat16 with 128 rows and 64 columns of a state, eight heads or more that share B and C, rows for TMA."""
 
-    def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=kind, device="meta")
+    def reason(heads: int = 64, shared: int = 1, K: int = 128, V: int = 64, step: int = 0, repeat: bool = False) -> str:
+        def rows(count: int, width: int) -> torch.Tensor:
+            return torch.empty((2, 600, count, width + step), dtype=torch.bfloat16)[..., :width]
 
-    q, k = empty(8, 4096, 1, K), empty(8, 4096, 1, K)
-    v, o = empty(8, 4096, heads, 64 + step)[..., :64], empty(8, 4096, heads, 64)
-    g, step_sizes = (empty(8, 4096, heads, kind=torch.float32) for _ in range(2))
-    inputs = q, k, v, g, step_sizes, None, None, None, 1.0, "ieee"
-    seen: list[ridgeline.boundary.Launch] = []
-    with ridgeline.device.pretend(card), ridgeline.boundary.observe(seen.append):
-        ssd._chunks_fwd(o, empty(8, heads, K, 64, kind=torch.float32), *inputs)
-        ssd._chunks_bwd(q, k, v, g, g, None, None, o, None, *inputs)
-    return {launch.kernel.__name__ for launch in seen}
+        q, k, v, do = rows(shared, K), rows(shared, K), rows(heads, V), rows(heads, V)
+        do = do[:, :1].expand(-1, 600, -1, -1) if repeat else do
+        gate = torch.empty(2, 600, heads)
+        inputs = q, k, v, gate, gate, None, None, None, 1.0, "ieee"
+        found = {_shared_heads.refusal(v, gate, gate[0, 0], k, q), _shared_heads.refusal(*inputs)} - {None}
+        return str(_shared_heads.refusal(do, None, *inputs)) if not found else found.pop()
 
-
-def test_calls_that_they_serve() -> None:
-    """bfloat16 with 128 rows and 64 columns of a state, eight heads or more that share B and C, on Hopper."""
-    ours = {"write_numbers", "shared_states", "shared_outputs", "shared_keys", "shared_gradients", "join_rows"}
-    assert started("h200") == started("h100") == started("h200", step=8) == ours
-    for others in (
-        started("h200", torch.float16), started("h200", heads=7), started("h200", K=64), started("h200", step=4),
-        started("b200"),
+    assert reason() == reason(step=8) == reason(16, 2) == "None"
+    for wrong, why in (
+        ({"heads": 7}, "heads"), ({"shared": 16}, "heads"), ({"K": 64}, "128 rows"), ({"V": 128}, "columns"),
+        ({"step": 4}, "16 bytes"), ({"repeat": True}, "repeated"),
     ):  # fmt: skip
-        assert "write_states" in others
-        assert not others & ours
+        assert why in reason(**wrong)
 
 
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -234,8 +203,8 @@ def test_results_and_bits(case: str, device: str) -> None:
         )  # fmt: skip
         return [*made, *torch.autograd.grad(made, leaves, [incoming.to(kind), torch.ones_like(made[1])])]
 
-    found = run("triton_chunks", torch.bfloat16)
-    assert all(torch.equal(a, b) for a, b in zip(found, run("triton_chunks", torch.bfloat16), strict=True))
+    found = run("gluon_chunks", torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(found, run("gluon_chunks", torch.bfloat16), strict=True))
     for n, (one, other) in enumerate(zip(found, run("naive", torch.float64), strict=True)):
         assert one.isfinite().all(), n
         error = (one.double() - other).norm() / other.norm()

@@ -1,4 +1,4 @@
-"""Chunks of all heads that share q and k, in Gluon for Hopper: outputs, and the gradients of q and k.
+"""Chunks of all heads that share q and k, in Gluon for Hopper: outputs, and the gradient of q that states bring.
 
 A program takes a chunk of 128 rows and goes through heads. What they share, q, k and their products, is brought and
 made once; what they add up to stays in registers. A warp brings each head's tiles by TMA, some heads ahead, and two
@@ -70,8 +70,7 @@ class HeadJob(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    own_q: Any  # from the chunk's own pairs, (B, T, q's heads * parts, K) in float32
-    own_k: Any
+    own: Any  # q's from the chunk's own pairs, (B, T, q's heads * parts, K) in float32
     q: Any  # as these, in the data's dtype where there is one part
     k: Any
     rows: Any  # numbers of each row, (8, B, heads, chunks, rows) in float32
@@ -287,18 +286,8 @@ def grad_spot(grad, job, place, ME: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _put_grad(grad, own, found, job, place, ME: gl.constexpr):
-    """Writes a block's rows of q's or k's gradient, with the chunk's own part."""
-    LAYOUT: gl.constexpr = found.type.layout
-    spots, there = grad_spot(own, job, place, ME, LAYOUT)
-    found += gl.load(spots, mask=there, other=0.0)
-    spots, there = grad_spot(grad, job, place, ME, LAYOUT)
-    gl.store(spots, found.to(grad.dtype.element_ty), mask=there)
-
-
-@gluon.jit
-def _states(ME: gl.constexpr, maps, job, grads, rings, scale):
-    """A block's gradients of q and k by states, and numbers of its rows in each head."""
+def _queries(ME: gl.constexpr, maps, job, grads, rings, scale):
+    """A block's gradient of q, to which the chunk's own part is added, and numbers of its rows in each head."""
     STAGES: gl.constexpr = rings.numbers.type.shape[0]
     kind: gl.constexpr = maps.do.dtype
     LAYOUT: gl.constexpr = sums_layout(HALF)
@@ -308,7 +297,6 @@ def _states(ME: gl.constexpr, maps, job, grads, rings, scale):
     row = gl.arange(0, HALF, BY_ROW)
     none = gl.zeros([HALF, HALF], gl.float32, LAYOUT)
     dq = gl.zeros([HALF, K], gl.float32, WIDE)
-    dk = gl.zeros([HALF, K], gl.float32, WIDE)
     half: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     mbarrier.wait(rings.begun.index(0), 0)
     tq = flat(rings.q.index(ME))
@@ -316,45 +304,42 @@ def _states(ME: gl.constexpr, maps, job, grads, rings, scale):
         stage, odd = t % STAGES, (t // STAGES) & 1
         head = place.head + t
         mbarrier.wait(rings.ready.index(stage), odd)
-        before, after = flat(rings.before.index(stage)), flat(rings.after.index(stage))
-        y = warpgroup_mma(tq, before, none, use_acc=False, is_async=True)
-        factor = numbers_of(rings, stage, UNTIL + ME, BY_ROW) * numbers_of(rings, stage, STEP + ME, BY_ROW)
-        left = flat(rings.v.index(2 * stage + ME)).load(LAYOUT).to(gl.float32) * factor[:, None]
-        left = gl.convert_layout(left.to(kind), operand_layout(WIDE))
-        of_k = warpgroup_mma(left, after.permute((1, 0)), dk, is_async=True)
-        do = flat(rings.do.index(2 * stage + ME))
+        state = flat(rings.before.index(stage))
+        y = warpgroup_mma(tq, state, none, use_acc=False, is_async=True)
+        do = flat(rings.do.index(2 * stage + ME)).load(LAYOUT).to(gl.float32)
         if ME == 1:
             since = numbers_of(rings, stage, EDGE + 1, BY_ROW)
         else:
             since = power(numbers_of(rings, stage, SUMS, BY_ROW))
-        y = warpgroup_mma_wait(1, deps=(y,))
-        rows = do.load(LAYOUT).to(gl.float32)
-        seen = scale * since * gl.sum(rows * y, 1)
-        left = gl.convert_layout((rows * since[:, None]).to(kind), operand_layout(WIDE))
-        of_q = warpgroup_mma(left, before.permute((1, 0)), dq, is_async=True)
+        left = gl.convert_layout((do * since[:, None]).to(kind), operand_layout(WIDE))
+        pending = warpgroup_mma(left, state.permute((1, 0)), dq, is_async=True)
         one = rings.before.index(stage)._reinterpret(kind, [2, HALF, V], half).index(ME).load(LAYOUT)
         other = rings.after.index(stage)._reinterpret(kind, [2, HALF, V], half).index(ME).load(LAYOUT)
         past = gl.sum(one.to(gl.float32) * other.to(gl.float32), 1)
-        dk, dq = warpgroup_mma_wait(0, deps=(of_k, of_q))
+        y = warpgroup_mma_wait(1, deps=(y,))
+        seen = scale * since * gl.sum(do * y, 1)
+        dq = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
         gl.store(row_spot(grads, job, place, head, QUERY, ME) + row, seen)
         gl.store(row_spot(grads, job, place, head, PAST, ME) + row, past)
-    _put_grad(grads.q, grads.own_q, scale * dq, job, place, ME)
-    _put_grad(grads.k, grads.own_k, dk, job, place, ME)
+    spots, there = grad_spot(grads.own, job, place, ME, WIDE)
+    dq = scale * dq + gl.load(spots, mask=there, other=0.0)
+    spots, there = grad_spot(grads.q, job, place, ME, WIDE)
+    gl.store(spots, dq.to(grads.q.dtype.element_ty), mask=there)
 
 
 @gluon.jit(do_not_specialize=["scale"])
-def shared_gradients(grads, job, maps, scale, STAGES: gl.constexpr):
-    v, do, before = ring(maps.v, 2 * STAGES), ring(maps.do, 2 * STAGES), ring(maps.before, STAGES)
-    after, numbers, q = ring(maps.after, STAGES), ring(maps.numbers, STAGES), ring(maps.q, 2)
+def shared_queries(grads, job, maps, scale, STAGES: gl.constexpr):
+    do, before, after = ring(maps.do, 2 * STAGES), ring(maps.before, STAGES), ring(maps.after, STAGES)
+    numbers, q = ring(maps.numbers, STAGES), ring(maps.q, 2)
     ready, free, begun = make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(1, 1)
-    rings = Rings(v, do, before, after, numbers, q, q, ready, free, begun, begun)
+    rings = Rings(do, do, before, after, numbers, q, q, ready, free, begun, begun)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_states, (0, maps, job, grads, rings, scale)),
-            (_states, (1, maps, job, grads, rings, scale)),
+            (_queries, (0, maps, job, grads, rings, scale)),
+            (_queries, (1, maps, job, grads, rings, scale)),
             (bring, (maps, job, rings, False)),
         ],
         [4, 1],

@@ -103,8 +103,7 @@ def join_rows(rows, numbers, grads, room, stride, HEADS: tl.constexpr, R: tl.con
     before = here & (row > 0)
     begun = tl.load(spots + 2 * stride - 1, mask=before, other=0.0) + tl.load(spots + 3 * stride - 1, before, other=0.0)
     begun -= tl.load(spots + 4 * stride - 1, mask=before, other=0.0)
-    across = tl.load(spots + 5 * stride - 1, mask=before, other=0.0)  # of the first block's keys, and queries after it
-    begun += tl.where(row > R, -across, across)
+    begun -= tl.load(spots + 5 * stride - 1, mask=before & (row > R), other=0.0)
     found = (past * whole)[:, None] + tl.cumsum(queries, 1, reverse=True) + tl.cumsum(begun, 1)
     token = start + first + row
     if room.ends is None:

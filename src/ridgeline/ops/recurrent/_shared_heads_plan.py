@@ -1,4 +1,4 @@
-"""What the kernels of heads that share q and k are started with: numbers of rows, tensor maps, and states of chunks."""
+"""What the kernels of heads that share q and k are started with: numbers of rows and tensor maps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _chunks, _head_chunks
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob
 from ridgeline.ops.recurrent._shared_heads_numbers import ChunkRoom, TokenGrads, join_rows, write_numbers
-from ridgeline.ops.recurrent._shared_heads_states import StateJob, StateMaps, shared_states
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
 STAGES = 3  # heads that tiles are brought ahead; 4 for outputs
-WALKERS = 4  # heads of a program that walks the chunks
 TILE = 8  # heads at a time in the kernels of numbers
 
 
@@ -26,6 +24,7 @@ class Shared(NamedTuple):
     """What the kernels of a call share."""
 
     call: _chunks.Call
+    plan: Any  # of `_head_chunks.py`, which makes the states
     room: ChunkRoom
     numbers: torch.Tensor
     job: HeadJob
@@ -33,8 +32,10 @@ class Shared(NamedTuple):
 
 
 def prepare(call: _chunks.Call) -> Shared:
+    plan = _head_chunks.prepare(call)
     (B, T, HV, _), H = call.v.shape, call.q.shape[2]
-    share, chunks = HV // H, triton.cdiv(T, ROWS) if call.ends is None else T // ROWS + call.sequences
+    share, chunks = HV // H, plan.room.chunks
+    assert plan.room.unit == ROWS
     room = ChunkRoom(call.ends, T, HV, chunks, call.sequences)
     numbers = torch.empty((B, HV, chunks, 4, ROWS), dtype=torch.float32, device=call.v.device)
     assert call.g is not None
@@ -45,7 +46,7 @@ def prepare(call: _chunks.Call) -> Shared:
     span = triton.cdiv(share, parts)
     parts = triton.cdiv(share, span)
     job = HeadJob(numbers, call.skip, call.ends, call.sequences, T, HV, chunks, share, span, parts)
-    return Shared(call, room, numbers, job, (chunks, B * H * parts))
+    return Shared(call, plan, room, numbers, job, (chunks, B * H * parts))
 
 
 def rows_map(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
@@ -59,28 +60,6 @@ def states_map(marks: torch.Tensor, shared: Shared) -> TensorMap:
 
 def numbers_map(shared: Shared) -> TensorMap:
     return TensorMap(shared.numbers, (1, 1, 1, 4, ROWS))
-
-
-def walk(
-    shared: Shared, a: torch.Tensor, c: torch.Tensor, first: Maybe, last: Maybe, reverse: bool
-) -> torch.Tensor:  # fmt: skip
-    """The states before all chunks, (heads, chunks, K, V), or in reverse their gradients after them."""
-    call, room = shared.call, shared.room
-    each = triton.cdiv(shared.job.share, WALKERS) * call.q.shape[2]
-    if 2 * each * room.sequences < device.of(a).multiprocessors:
-        plan = _head_chunks.prepare(call)
-        return _head_chunks.walk(plan, a, c, first, last, torch.bfloat16, reverse)
-    marks = torch.empty((call.v.shape[0] * room.heads, room.chunks, K, V), dtype=a.dtype, device=a.device)
-    maps = StateMaps(
-        rows_map(a, K, call),
-        rows_map(c, V, call),
-        TensorMap(shared.numbers, (1, 1, 1, 4, HALF)),
-        states_map(marks, shared),
-    )
-    job = StateJob(shared.numbers, first, last, call.ends, room.tokens, room.heads, room.chunks, shared.job.share)
-    facts: dict[str, Any] = {"STAGES": STAGES, "num_warps": 4, "maxnreg": 96, "REVERSE": reverse}
-    launch(shared_states, (each, room.sequences), job, maps, call.scale if reverse else 1.0, **facts)
-    return marks
 
 
 def join(shared: Shared, rows: torch.Tensor, dg: torch.Tensor, dstep: torch.Tensor, dD: Maybe) -> None:
