@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import launch, tracing
-from ridgeline.ops.recurrent import _calls, _head_chunks
+from ridgeline.ops.recurrent import _calls
+from ridgeline.ops.recurrent import _head_chunks as unshared
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_outputs, shared_queries
 from ridgeline.ops.recurrent._shared_heads_keys import shared_keys
 from ridgeline.ops.recurrent._shared_heads_plan import (
@@ -37,7 +38,7 @@ def mapped(t: torch.Tensor) -> bool:
 
 def refusal(*args: Any, **given: Any) -> str | None:
     """Why the kernels do not take a call of ssd, or None. Takes public arguments or a launcher's inputs."""
-    reason = _head_chunks.refusal(*args, **given)
+    reason = unshared.refusal(*args, **given)
     if reason is not None:
         return reason
     if len(args) < 10:
@@ -58,10 +59,10 @@ def forward(o: torch.Tensor, last: torch.Tensor, call: Any) -> None:
     if tracing():
         return
     if not call.v.numel():
-        _head_chunks.forward(o, last, call)
+        unshared.forward(o, last, call)
         return
     shared = prepare(call)
-    marks = _head_chunks.walk(shared.plan, call.k, call.v, call.first, last, call.v.dtype, False)
+    marks = unshared.walk(shared.plan, call.k, call.v, call.first, last, call.v.dtype, False)
     q, k, v, out = *(rows_map(t, K, call) for t in (call.q, call.k)), *(rows_map(t, V, call) for t in (call.v, o))
     maps = HeadMaps(q, k, v, None, states_map(marks, shared), None, numbers_map(shared), out)
     launch(shared_outputs, shared.grid, shared.job, maps, call.scale, STAGES=STAGES + 1, **FACTS)
@@ -74,13 +75,13 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: A
     if tracing():
         return
     if not call.v.numel():
-        _head_chunks.backward(gradients, do, dlast, call)
+        unshared.backward(gradients, do, dlast, call)
         return
     dq, dk, dv, dg, dD, dstep, dfirst = gradients
     shared = prepare(call)
     room, (B, T, HV, _) = shared.room, call.v.shape
-    before = _head_chunks.walk(shared.plan, call.k, call.v, call.first, None, call.v.dtype, False)
-    after = _head_chunks.walk(shared.plan, call.q, do, dlast, dfirst, call.v.dtype, True)
+    before = unshared.walk(shared.plan, call.k, call.v, call.first, None, call.v.dtype, False)
+    after = unshared.walk(shared.plan, call.q, do, dlast, dfirst, call.v.dtype, True)
     fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
     own = torch.empty((B, T, dq.shape[2] * shared.job.parts, K), **fresh)
     of_q, of_k = (dq, dk) if shared.job.parts == 1 else (own, torch.empty_like(own))
