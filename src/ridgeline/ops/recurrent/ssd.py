@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, get, nbytes
-from ridgeline.ops.recurrent import _head_chunks
+from ridgeline.ops.recurrent import _shared_heads
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -215,21 +215,31 @@ def _bwd(
 
 
 def _chunks_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    _head_chunks.forward(o, last, _call(*inputs))
+    _shared_heads.unshared.forward(o, last, _call(*inputs))
 
 
 def _chunks_bwd(
     dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
 ) -> None:
-    _head_chunks.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+    _shared_heads.unshared.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+
+
+def _shared_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    _shared_heads.forward(o, last, _call(*inputs))
+
+
+def _shared_bwd(
+    dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
+) -> None:
+    _shared_heads.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
 
 
 def _left(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
     """Which calls `triton_chunks` leaves to `triton`, by public arguments or a launcher's inputs."""
     if len(args) < 10:
-        return _head_chunks.left(args[0], cu_seqlens)
+        return _shared_heads.unshared.left(args[0], cu_seqlens)
     inputs = args[len(args) - 10 :]  # after backward's two gradients
-    return _head_chunks.left(inputs[2], inputs[7])
+    return _shared_heads.unshared.left(inputs[2], inputs[7])
 
 
 class Negative(Spec):
@@ -273,6 +283,10 @@ OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.eager("torch", "all pairs of tokens at once, as attention without softmax", _pairs, supports=_refusal_of_pairs)
 OP.kernel("triton", IDEA, kind="triton", fwd=_fwd, bwd=_bwd, supports=refusal, served=True, gain=2.0)
 OP.kernel(
-    "triton_chunks", _head_chunks.IDEA, served=True, unless=_left,
-    **_head_chunks.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd},
+    "triton_chunks", _shared_heads.unshared.IDEA, served=True, unless=_left,
+    **_shared_heads.unshared.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd},
+)  # fmt: skip
+OP.kernel(  # not served: no GPU has held it to the law yet
+    "gluon_chunks", _shared_heads.IDEA, supports=_shared_heads.refusal, **_shared_heads.KERNEL,
+    fwd=_shared_fwd, bwd=_shared_bwd,
 )  # fmt: skip
