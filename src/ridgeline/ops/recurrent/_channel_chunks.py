@@ -9,6 +9,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
+from ridgeline.ops.recurrent import _channel_hopper as hopper
 from ridgeline.ops.recurrent import _chunks
 from ridgeline.ops.recurrent._channels import (
     Masks,
@@ -138,20 +139,20 @@ def make_masks(plan: Plan) -> Masks:
     return made
 
 
-def own_weights(plan: Plan) -> Prepared:
-    """Makes q and k with their decays and their weights."""
+def own_weights(plan: Plan, left: Maybe = None) -> Prepared:
+    """Makes q and k with their decays and their weights; with `left`, where it is 1."""
     call, form, grid = plan.call, plan.form, plan.grid
     fresh: dict[str, Any] = {"dtype": call.q.dtype, "device": call.q.device}
     of_q, of_k = (torch.empty((*grid, form.C, form.K), **fresh) for _ in range(2))
     sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
-    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
+    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums, left)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
     gpu = device.of(call.q)
     tiles = pair_tiles(gpu, form.K, form.V)
     programs, count = gpu.multiprocessors * tiles.programs, plan.chunks
     room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    if form.SPAN and (once := once_pair_tiles(gpu, form.K)):
+    if left is None and form.SPAN and (once := once_pair_tiles(gpu, form.K)):
         form = form._replace(APART=True)
         sizes = form._replace(BS=once.channels)
         launch(own_pairs_at_once, (count,), *args, made, plan.packing, form=sizes, num_stages=1, **once.facts)
@@ -194,7 +195,8 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     call = _chunks.Call(*inputs)
     plan = prepare(call)
-    made = own_weights(plan)
+    left = hopper.forward(plan, o, last) if hopper.serves(call) else None
+    made = own_weights(plan, left)
     scan(plan, made, ChannelPass(made.q, made.k, call.v, o, True, False, call.first, last))
 
 

@@ -53,6 +53,7 @@ class Prepared(NamedTuple):
     q: Any  # times its decay since the chunk began, (C, K)
     k: Any  # times its decay until the chunk ends
     sums: Any  # of the gates, (K,) in float32
+    left: Any = None  # (sequences, heads): the kernels serve those marked 1 alone; None: all
 
 
 class Own(NamedTuple):
@@ -102,13 +103,28 @@ def _find(packing, spot):
 
 
 @triton.jit
+def _any(marks, count):
+    """Whether one of them is 1."""
+    found = tl.zeros([1024], tl.int32)
+    for base in range(0, count, 1024):
+        at = base + tl.arange(0, 1024)
+        found |= tl.load(marks + at, mask=at < count, other=0)
+    return tl.max(found, 0)
+
+
+@triton.jit
 def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr):
     """What the scans need of all chunks: the weights of q with k, q and k with their decays, and the gates' sums.
 
     room: (programs, C, K) in float32. count: of chunks."""
+    if made.left is not None:  # noqa: SIM102  # decided at compile time
+        if _any(made.left, packing.sequences * packing.heads) == 0:
+            return
     for spot in range(tl.program_id(0), count, tl.num_programs(0)):
         n, h, start, tokens, first = _find(packing, spot)
         rest = first < tokens
+        if made.left is not None:
+            rest = rest & (tl.load(made.left + n * packing.heads + h) != 0)
         if form.APART:
             rest = rest & (_in_range(made.sums, spot, form) == 0)
         if rest:
@@ -490,6 +506,9 @@ def scan_channels(
     columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
     n, h = pair // packing.heads, pair % packing.heads
+    if made.left is not None:  # noqa: SIM102  # decided at compile time
+        if tl.load(made.left + pair) == 0:
+            return
     start, tokens = find_span(packing, n)
     depth, inner = tl.arange(0, form.BD), tl.arange(0, form.C)
     wide: tl.constexpr = form.BD if form.INSIDE else form.BN

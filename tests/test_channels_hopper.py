@@ -1,0 +1,121 @@
+"""The Gluon kernels for Hopper for a gate per channel, run as Python (warps.py): finds deadlocks and places given back
+too early. On a GPU their results and bits."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent import _channel_hopper_chains as kernels
+from ridgeline.ops.recurrent._calls import Given, recurrence
+from ridgeline.tiles import warpgroup
+from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
+
+C = 64
+
+
+class Map(SimpleNamespace):
+    """A tensor map of rows (B, heads, T, columns), or of packed ones."""
+
+    def __init__(self, t: torch.Tensor, width: int, packed: bool):
+        box = [*[1] * (2 + packed), C, width]
+        kind = SimpleNamespace(shape=box, nbytes=C * width * t.element_size())
+        t = t.transpose(1, 2)
+        super().__init__(
+            base=t, dtype=t.dtype, block_shape=box, block_type=kind, layout=None, shape=t.shape, strides=t.stride()
+        )
+
+
+def chosen(c: Any, x: Any, y: Any) -> Any:
+    if isinstance(c, bool):
+        return x if c else y
+    found = torch.where(torch.as_tensor(c), torch.as_tensor(x), torch.as_tensor(y))
+    return registers(found) if found.dim() else found.item()
+
+
+def names_of(turns: Turns, program: int) -> dict[str, Any]:
+    """The names that the kernels' sources use."""
+    names = language(turns)
+    define(names, warpgroup, kernels)
+    facts = "C", "HALF", "SPAN", "LOG2E"
+    names |= {n: getattr(kernels, n).value for n in facts} | {"FAR": TensorMap.FAR}
+
+    def put(to: Pointer, x: Any, mask: Any = None) -> None:
+        at, x = torch.broadcast_tensors(torch.as_tensor(to.at), torch.as_tensor(x))
+        to.t[at] = x.to(to.t.dtype)
+
+    def read(p: Pointer, mask: Any = None, other: Any = None) -> Any:
+        found = p.t[p.at]
+        return registers(found) if found.dim() else found.item()
+
+    gl = names["gl"]
+    gl.where, gl.load, gl.store = chosen, read, put
+    gl.program_id = lambda axis: program
+    gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype))
+    gl.warp_specialize = lambda works, *_: turns.run([lambda f=f, args=args: f(*args) for f, args in works])
+    names |= {
+        "make_barriers": lambda size, count: Shared([Barrier(count) for _ in range(size)]),
+        "barrier": lambda: turns.until(lambda: True),
+        "operand_layout": lambda x: None,
+        "sums_layout": lambda x: None,
+        "power": torch.exp2,
+    }
+    return names
+
+
+def inputs(B: int, T: int, H: int, HV: int, D: int, dice: torch.Generator) -> list[torch.Tensor]:
+    q, k, v = (torch.randn(B, T, h, D, generator=dice) for h in (H, H, HV))
+    return [q, k, v, torch.nn.functional.logsigmoid(torch.randn(B, T, H, D, generator=dice) + 2)]
+
+
+def error(found: torch.Tensor, true: torch.Tensor) -> float:
+    return ((found.double() - true.double()).norm() / true.double().norm()).item()
+
+
+CASES: dict[str, tuple[tuple[int, int, int, int, int], dict[str, Any]]] = {
+    "whole chunks": ((1, 320, 1, 1, 128), {}),
+    "tokens left over, states": ((2, 200, 1, 2, 128), {"states": True}),
+    "packed": ((1, 330, 1, 1, 128), {"ends": [0, 0, 130, 130, 131, 330], "states": True}),
+    "rwkv6": ((1, 330, 1, 2, 64), {"bonus": True, "states": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_forward_as_python(case: str, seed: int) -> None:
+    """o and the last states in the order of any turns; a chain with strong gates is marked and the others are not."""
+    (B, T, H, HV, D), given = CASES[case]
+    dice = torch.Generator().manual_seed(seed)
+    q, k, v, g = inputs(B, T, H, HV, D, dice)
+    ends = given.get("ends")
+    N = B if ends is None else len(ends) - 1
+    bonus = torch.randn(H, D, generator=dice) if given.get("bonus") else None
+    first = torch.randn(N, HV, D, D, generator=dice) if given.get("states") else None
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    if seed == 2:
+        g[-1, -10, 0] = -60.0
+    options = Given(first, True, cu_seqlens, False, 0.5)
+    o, last = recurrence(*(t.double() for t in (q, k, v, g)), bonus, options, 0.5)
+    found, state = torch.zeros_like(v), torch.zeros(N, HV, D, D)
+    left, packed = torch.zeros(N, HV, dtype=torch.int32), ends is not None
+    maps = kernels.ChainMaps(*(Map(t, w, packed) for t, w in ((q, D), (k, D), (v, 64), (g, D), (found, 64))))
+    pointer = lambda t: None if t is None else Pointer(t)  # noqa: E731
+    chains = kernels.Chains(
+        Pointer(left), Pointer(torch.zeros_like(left)), pointer(first), Pointer(state), pointer(bonus),
+        pointer(cu_seqlens), T, HV, HV // H,
+    )  # fmt: skip
+    for program in range(N * HV):
+        turns = Turns(random.Random(100 * seed + program))
+        names_of(turns, program)["forward_chains"](chains, maps, 0.5, D // 64, 3 if D == 128 else 2)
+    expected = torch.zeros_like(left)
+    if seed == 2:
+        expected[-1, : HV // H] = 1
+    assert torch.equal(left, expected)
+    if seed < 2:
+        assert error(found, o) < 1e-5
+        assert error(state, last) < 1e-5
