@@ -12,6 +12,7 @@ import torch
 
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _channel_hopper_chains as kernels
+from ridgeline.ops.recurrent import _channel_hopper_gradients as gradients
 from ridgeline.ops.recurrent._calls import Given, recurrence
 from ridgeline.tiles import warpgroup
 from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
@@ -38,10 +39,10 @@ def chosen(c: Any, x: Any, y: Any) -> Any:
     return registers(found) if found.dim() else found.item()
 
 
-def names_of(turns: Turns, program: int) -> dict[str, Any]:
+def names_of(turns: Turns, program: int, programs: int = 1) -> dict[str, Any]:
     """The names that the kernels' sources use."""
     names = language(turns)
-    define(names, warpgroup, kernels)
+    define(names, warpgroup, kernels, gradients)
     facts = "C", "HALF", "SPAN", "LOG2E"
     names |= {n: getattr(kernels, n).value for n in facts} | {"FAR": TensorMap.FAR}
 
@@ -56,6 +57,7 @@ def names_of(turns: Turns, program: int) -> dict[str, Any]:
     gl = names["gl"]
     gl.where, gl.load, gl.store = chosen, read, put
     gl.program_id = lambda axis: program
+    gl.num_programs = lambda axis: programs
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype))
     gl.warp_specialize = lambda works, *_: turns.run([lambda f=f, args=args: f(*args) for f, args in works])
     names |= {
@@ -119,3 +121,60 @@ def test_forward_as_python(case: str, seed: int) -> None:
     if seed < 2:
         assert error(found, o) < 1e-5
         assert error(state, last) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(3))
+def test_backward_as_python(case: str, seed: int) -> None:
+    """All gradients in the order of any turns; with 2 as the seed, the last chain's gates are too strong."""
+    (B, T, H, HV, D), given = CASES[case]
+    H = HV
+    dice = torch.Generator().manual_seed(seed)
+    q, k, v, g = inputs(B, T, H, HV, D, dice)
+    ends = given.get("ends")
+    N = B if ends is None else len(ends) - 1
+    bonus = torch.randn(H, D, generator=dice) if given.get("bonus") else None
+    first = torch.randn(N, HV, D, D, generator=dice) if given.get("states") else None
+    dlast = None if first is None else torch.randn(N, HV, D, D, generator=dice)
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+    do = torch.randn(v.shape, generator=dice)
+    if seed == 2:
+        g[-1, -10, -1] = -60.0
+    tensors = [t if t is None else t.double().requires_grad_() for t in (q, k, v, g, first, bonus)]
+    wide = [t for t in tensors if t is not None]
+    options = Given(tensors[4], True, cu_seqlens, False, 0.5)
+    o, last = recurrence(*tensors[:4], tensors[5], options, 0.5)
+    outs, incoming = ([o], [do.double()]) if dlast is None else ([o, last], [do.double(), dlast.double()])
+    true = dict(zip([n for n, t in zip("qkvgsu", tensors) if t is not None], torch.autograd.grad(outs, wide, incoming)))
+    found = {n: torch.zeros(t.shape) for n, t in zip("qkvgs", (q, k, v, g, torch.zeros(N, HV, D, D)))}
+    packed, parts = ends is not None, D // 64
+    chunks = -(-T // C) if ends is None else T // C + N
+    kept = HV * chunks if packed else N * HV * chunks
+    found["u"] = torch.zeros(kept, D)
+    left, strong = torch.zeros(N, HV, dtype=torch.int32), torch.zeros(N, HV, dtype=torch.int32)
+    marked, states = torch.zeros(parts, N, HV, dtype=torch.int32), torch.zeros(kept, D, D)
+    widths = (q, 64), (k, 64), (v, D), (g, 64), (do, D), *((found[n], 64 if n != "v" else D) for n in "qkvg")
+    maps = gradients.GradientMaps(*(Map(t, w, packed) for t, w in widths))
+    pointer = lambda t: None if t is None else Pointer(t)  # noqa: E731
+    marks = gradients.Backward(
+        Pointer(marked), Pointer(strong), Pointer(states), pointer(first), None, None, None, pointer(cu_seqlens), T,
+        HV, 1, chunks,
+    )  # fmt: skip
+    chains = marks._replace(
+        left=Pointer(left), strong=Pointer(marked), first=pointer(dlast), last=Pointer(found["s"]),
+        bonus=pointer(bonus), of_bonus=Pointer(found["u"]),
+    )  # fmt: skip
+    for program in range(N * HV):
+        turns = Turns(random.Random(100 * seed + program))
+        names_of(turns, program, N * HV)["mark_states"](marks, maps, parts, 4 if D == 128 else 3)
+    for program in range(N * HV):
+        turns = Turns(random.Random(100 * seed + program))
+        names_of(turns, program, N * HV)["gradient_chains"](chains, maps, 0.5, parts, 2)
+    expected = torch.zeros_like(left)
+    if seed == 2:
+        expected[-1, -1] = 1
+    assert torch.equal(left, expected)
+    if seed < 2:
+        found["u"] = found["u"].view(-1, HV, chunks, D).sum((0, 2))
+        for name in true:
+            assert error(found[name], true[name]) < 2e-5, name

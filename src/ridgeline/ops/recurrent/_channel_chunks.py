@@ -214,7 +214,10 @@ def bwd(
     ends, partial = torch.empty((*grid, form.K), **fresh), None
     if du is not None:
         partial = torch.zeros((v.shape[0], v.shape[2], grid[0], form.K), **fresh)
-    made = own_weights(plan)
+    left = None
+    if dg is not None and hopper.serves_backward(call, do, dq, dk, dv, dg):
+        left = hopper.backward(plan, (dq, dk, dv, dg), partial, marks, do, dlast, dfirst)
+    made = own_weights(plan, left)
     scan(plan, made, ChannelPass(do, v, made.k, dq, False, False, call.first, None, marks))
     scan(plan, made, ChannelPass(v, do, made.q, dk, False, True, dlast, None, marks, ends))
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
@@ -222,8 +225,8 @@ def bwd(
     rows = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
     tiles = gradient_tiles(device.of(q), form.K, form.V)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    args = *rows, Own(dq, dk, dg, ends, partial, made.sums), make_masks(plan), plan.packing, call.scale
-    if (once := once_tiles(device.of(q), form.K, form.V)) and form.SPAN:
+    args = *rows, Own(dq, dk, dg, ends, partial, made.sums, left), make_masks(plan), plan.packing, call.scale
+    if left is None and form.SPAN and (once := once_tiles(device.of(q), form.K, form.V)):
         form = form._replace(APART=True)
         sizes = form._replace(BS=once.channels, BV=once.columns)
         launch(own_gradients_at_once, (plan.chunks,), *args, form=sizes, num_stages=1, **once.facts)

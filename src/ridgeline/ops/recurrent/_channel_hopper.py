@@ -15,6 +15,7 @@ from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._channel_hopper_chains import ChainMaps, Chains, forward_chains
+from ridgeline.ops.recurrent._channel_hopper_gradients import Backward, GradientMaps, gradient_chains, mark_states
 from ridgeline.ops.recurrent._scan import find_head, find_span, tile_at
 
 Maybe = torch.Tensor | None
@@ -84,4 +85,42 @@ def forward(plan: Any, o: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     parts = V // HALF
     facts: dict[str, Any] = {"PARTS": parts, "STAGES": 3 if parts == 2 else 2, "maxnreg": 128 if parts == 2 else 80}
     launch(forward_chains, (left.numel(),), sizes, maps, call.scale, **facts, num_warps=4)
+    return left
+
+
+def serves_backward(call: Any, do: torch.Tensor, *grads: Maybe) -> bool:
+    """Whether the kernels serve a call's backward pass with these gradients of rows."""
+    rows = do, *grads
+    return serves(call) and all([t is not None and t.dtype == torch.bfloat16 and mapped(t) for t in rows])
+
+
+def backward(
+    plan: Any, grads: tuple[torch.Tensor, ...], of_bonus: Maybe, states: torch.Tensor, do: torch.Tensor, dlast: Maybe,
+    dfirst: Maybe,
+) -> torch.Tensor:  # fmt: skip
+    """Makes the gradients of q, k, v and g, and of the first state, for all chains with mild gates. Returns marks of
+    the others, (sequences, heads).
+
+    of_bonus: room for parts of du, zeros for each chunk. states: room for those before all chunks."""
+    call = plan.call
+    dq, dk, dv, dg = grads
+    V, parts = call.v.shape[3], call.k.shape[3] // HALF
+    strong = look(plan)
+    left = torch.empty_like(strong)
+    marked = torch.empty((parts, *strong.shape), dtype=torch.int32, device=left.device)
+    halves = (_rows(t, HALF, call) for t in (call.q, call.k, call.g, dq, dk, dg))
+    of_q, of_k, of_g, to_q, to_k, to_g = halves
+    of_v, of_do, to_v = (_rows(t, V, call) for t in (call.v, do, dv))
+    maps = GradientMaps(of_q, of_k, of_v, of_g, of_do, to_q, to_k, to_v, to_g)
+    group = call.v.shape[2] // call.k.shape[2]
+    sizes = Backward(
+        marked, strong, states, call.first, None, None, None, call.ends, call.q.shape[1], call.v.shape[2], group,
+        plan.grid[0],
+    )  # fmt: skip
+    facts: dict[str, Any] = {"PARTS": parts, "num_warps": 4}
+    more = {"STAGES": 4 if parts == 2 else 3, "maxnreg": 168 if parts == 2 else 128}
+    launch(mark_states, (left.numel(),), sizes, maps, **facts, **more)
+    sizes = sizes._replace(left=left, strong=marked, first=dlast, last=dfirst, bonus=call.u, of_bonus=of_bonus)
+    more = {"STAGES": 2, "maxnreg": 128 if parts == 2 else 80}
+    launch(gradient_chains, (left.numel(),), sizes, maps, call.scale, **facts, **more)
     return left

@@ -63,7 +63,7 @@ class Spot(NamedTuple):
 
 
 @gluon.jit
-def _spot(chains):
+def spot_of(chains):
     chain = gl.program_id(0)
     n, h = chain // chains.heads, chain % chains.heads
     start, tokens = 0 * n, 0 * n + chains.tokens
@@ -75,7 +75,7 @@ def _spot(chains):
 
 
 @gluon.jit
-def _at(chains, spot, head, chunk, column):
+def rows_at(chains, spot, head, chunk, column):
     if chains.ends is None:
         return spot.n, head, chunk * C, column
     else:
@@ -119,7 +119,7 @@ def _prepare(maps, chains, rings):
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
     THIN: gl.constexpr = sums_layout(8)
-    spot = _spot(chains)
+    spot = spot_of(chains)
     i = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
     summed = gl.convert_layout(gl.where(i >= j, 1.0, 0.0).to(kind), operand_layout(WIDE))
@@ -185,7 +185,7 @@ def _walk(ME: gl.constexpr, maps, chains, rings, outs, scale):
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
     WIDE: gl.constexpr = sums_layout(K)
-    spot = _spot(chains)
+    spot = spot_of(chains)
     narrow = gl.zeros([HALF, C], gl.float32, NARROW)
     state = gl.zeros([HALF, K], gl.float32, WIDE)
     if chains.first is not None:
@@ -206,7 +206,7 @@ def _walk(ME: gl.constexpr, maps, chains, rings, outs, scale):
         tma.store_wait(0)
         flat(out_tile).permute((1, 0)).store(found)
         fence_async_shared()
-        store(maps.out, _at(chains, spot, spot.h, t, ME * HALF), out_tile)
+        store(maps.out, rows_at(chains, spot, spot.h, t, ME * HALF), out_tile)
         whole = rings.whole.index(t % PAIRS).load(gl.SliceLayout(0, WIDE))[None, :]
         state = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
@@ -222,7 +222,7 @@ def _walk(ME: gl.constexpr, maps, chains, rings, outs, scale):
 def _fill(maps, chains, rings, PARTS: gl.constexpr):
     """The warp that brings tiles."""
     STAGES: gl.constexpr = rings.q.type.shape[0]
-    spot = _spot(chains)
+    spot = spot_of(chains)
     of_k = spot.h // chains.group
     SIZE: gl.constexpr = 3 * maps.k.block_type.nbytes + PARTS * maps.v.block_type.nbytes
     for t in range(spot.count):
@@ -230,20 +230,20 @@ def _fill(maps, chains, rings, PARTS: gl.constexpr):
         mbarrier.wait(rings.free.index(stage), odd ^ 1)
         ready = rings.ready.index(stage)
         mbarrier.expect(ready, SIZE)
-        load(maps.g, _at(chains, spot, of_k, t, 0), ready, rings.g.index(stage))
-        load(maps.q, _at(chains, spot, of_k, t, 0), ready, rings.q.index(stage))
-        load(maps.k, _at(chains, spot, of_k, t, 0), ready, rings.k.index(stage))
+        load(maps.g, rows_at(chains, spot, of_k, t, 0), ready, rings.g.index(stage))
+        load(maps.q, rows_at(chains, spot, of_k, t, 0), ready, rings.q.index(stage))
+        load(maps.k, rows_at(chains, spot, of_k, t, 0), ready, rings.k.index(stage))
         for part in gl.static_range(PARTS):
-            load(maps.v, _at(chains, spot, spot.h, t, part * HALF), ready, rings.v.index(PARTS * stage + part))
+            load(maps.v, rows_at(chains, spot, spot.h, t, part * HALF), ready, rings.v.index(PARTS * stage + part))
 
 
 @gluon.jit
-def _ring(source, COUNT: gl.constexpr):
+def ring(source, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(source.dtype, [COUNT] + source.block_type.shape, source.layout)
 
 
 @gluon.jit
-def _ones(kind: gl.constexpr):
+def ones_tile(kind: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 4], [1, 0])
     tile = gl.allocate_shared_memory(kind, [8, C], gl.NVMMASharedLayout(128, 16, 2))
     tile.store(gl.full([8, C], 1.0, kind, LAYOUT))
@@ -254,12 +254,12 @@ def _ones(kind: gl.constexpr):
 def forward_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constexpr):
     """The outputs of all chunks, and the last states."""
     K: gl.constexpr = maps.k.block_type.shape[-1]
-    q, k, g, v = _ring(maps.q, STAGES), _ring(maps.k, STAGES), _ring(maps.g, STAGES), _ring(maps.v, PARTS * STAGES)
-    outs = _ring(maps.out, PARTS)
+    q, k, g, v = ring(maps.q, STAGES), ring(maps.k, STAGES), ring(maps.g, STAGES), ring(maps.v, PARTS * STAGES)
+    outs = ring(maps.out, PARTS)
     pair = gl.allocate_shared_memory(maps.k.dtype, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
     whole = gl.allocate_shared_memory(gl.float32, [2, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready, made, free = make_barriers(STAGES, 1), make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)
-    rings = Rings(q, k, v, g, pair, whole, _ones(maps.k.dtype), ready, made, free)
+    rings = Rings(q, k, v, g, pair, whole, ones_tile(maps.k.dtype), ready, made, free)
     fence_async_shared()
     if PARTS == 2:
         gl.warp_specialize(

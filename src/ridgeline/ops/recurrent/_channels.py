@@ -62,10 +62,11 @@ class Own(NamedTuple):
 
     q: Any
     k: Any
-    g: Any  # float32
+    g: Any
     ends: Any  # of all chunks: states times the later chunks' gradient of them, summed over v, float32
     bonus: Any  # each chunk's part of du (chunks, heads, K), or None
     sums: Any = None  # of all chunks: the sums of their gates, (K,) in float32
+    left: Any = None  # as in `Prepared`
 
 
 class Masks(NamedTuple):

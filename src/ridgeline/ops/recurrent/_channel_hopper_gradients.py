@@ -1,0 +1,508 @@
+"""Backward of a gate per channel in Gluon for Hopper: two chains of a sequence and head, mild gates, bfloat16.
+
+`mark_states` goes forward and writes the state before each chunk. `gradient_chains` goes backward with the state's
+gradient and makes all gradients of a chunk while its rows are on the chip. A warpgroup has 64 channels: it needs no sum
+over channels. Its rows are turned, so that a product leaves the next one's left side in registers. Another warpgroup
+makes the weights of do with v and of k with q, and dv. Gradients leave from the places of the rows they belong to.
+`own_gradients_at_once` in `_channels.py` has the same sums for dg.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ridgeline.ops.recurrent._channel_hopper_chains import (
+    HALF,
+    LOG2E,
+    SPAN,
+    C,
+    Spot,
+    ones_tile,
+    power,
+    ring,
+    rows_at,
+    spot_of,
+)
+from ridgeline.tiles.hopper import barrier, load, make_barriers, store
+from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
+
+
+class GradientMaps(NamedTuple):
+    """Tensor maps of rows (B, heads, T, columns); q, k, g and their gradients 64 columns."""
+
+    q: Any
+    k: Any
+    v: Any
+    g: Any
+    do: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dg: Any
+
+
+class Backward(NamedTuple):
+    left: Any  # (sequences, heads): 1 where the gates are too strong, written by the second kernel
+    strong: Any  # the same of the first chunk, written before, and then by the first kernel of a part of the channels
+    states: Any  # before chunks
+    first: Any  # (sequences, heads, K, V) in float32 or None: the state, or its gradient after the last token
+    last: Any  # the gradient of the first state, or None
+    bonus: Any  # (heads of k, K) or None
+    of_bonus: Any  # its gradient's parts, (all chunks, K) in float32 and zeros, or None
+    ends: Any  # cu_seqlens or None
+    tokens: Any
+    heads: Any
+    group: Any
+    chunks: Any  # room of a head
+
+
+@gluon.jit
+def _spot(chains, PARTS: gl.constexpr):
+    """Where a program of `gradient_chains` is: each part of the channels has marked the chains with strong gates."""
+    spot = spot_of(chains)
+    count = spot.count
+    if PARTS == 2:
+        strong = gl.load(chains.strong + (gl.num_programs(0) + gl.program_id(0)))
+        count = gl.where(strong != 0, -1, count)
+    return Spot(spot.n, spot.h, spot.start, spot.tokens, count)
+
+
+@gluon.jit
+def _room(chains, spot):
+    """Where a chain's chunks are kept."""
+    if chains.ends is None:
+        return gl.program_id(0).to(gl.int64) * chains.chunks
+    else:
+        return spot.h.to(gl.int64) * chains.chunks + spot.start // C + spot.n
+
+
+@gluon.jit
+def _places(V: gl.constexpr):
+    """Where a warpgroup keeps 64 rows of a state: in the order in which its threads hold them."""
+    LAYOUT: gl.constexpr = sums_layout(V)
+    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, V, gl.SliceLayout(0, LAYOUT))[None, :]
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    places = (column // 8 * 2 + row % 16 // 8) * 256 + thread * 2 + column % 2
+    return gl.max_contiguous(gl.multiple_of(places, [1, 2]), [1, 2])
+
+
+@gluon.jit
+def _state_at(ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    LAYOUT: gl.constexpr = sums_layout(V)
+    row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    return gl.program_id(0).to(gl.int64) * (K * V) + (row * V + gl.arange(0, V, gl.SliceLayout(0, LAYOUT))[None, :])
+
+
+@gluon.jit
+def _first_state(chains, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    state = gl.zeros([HALF, V], gl.float32, sums_layout(V))
+    if chains.first is not None:
+        state = gl.load(chains.first + _state_at(ME, K, V))
+    return state
+
+
+@gluon.jit
+def _mask(kind: gl.constexpr, WHICH: gl.constexpr, SHIFT: gl.constexpr):
+    """A tile of zeros, ones and signs by which products sum over a chunk's rows x what counts for a gate y. 0: earlier
+    rows and its own; 1: earlier ones; 2 and 3: the signs of pairs that end, or begin, at x."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]
+    y = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    early = y < C // 2
+    if WHICH == 0:
+        made = gl.where(x <= y, 1.0, 0.0)
+    elif WHICH == 1:
+        made = gl.where(x < y, 1.0, 0.0)
+    elif WHICH == 2:
+        if SHIFT:
+            made = gl.where(early, gl.where(y >= x, -1.0, 0.0), gl.where(y < x, 1.0, 0.0))
+        else:
+            made = gl.where(early, gl.where(y > x, -1.0, 0.0), gl.where(y <= x, 1.0, 0.0))
+    else:
+        made = gl.where(early, gl.where(y > x, 1.0, 0.0), gl.where(y <= x, -1.0, 0.0))
+    tile = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
+    tile.store(made.to(kind))
+    return tile
+
+
+class MarkRings(NamedTuple):
+    k: Any  # halves
+    v: Any
+    g: Any  # halves
+    upto: Any
+    ones: Any
+    ready: Any
+    free: Any
+
+
+@gluon.jit
+def _mark(ME: gl.constexpr, maps, chains, rings, PARTS: gl.constexpr):
+    STAGES: gl.constexpr = rings.v.type.shape[0]
+    V: gl.constexpr = maps.v.block_type.shape[-1]
+    kind: gl.constexpr = maps.k.dtype
+    NARROW: gl.constexpr = sums_layout(C)
+    WIDE: gl.constexpr = sums_layout(V)
+    THIN: gl.constexpr = sums_layout(8)
+    spot = spot_of(chains)
+    narrow, thin = gl.zeros([HALF, C], gl.float32, NARROW), gl.zeros([HALF, 8], gl.float32, THIN)
+    state = _first_state(chains, ME, PARTS * HALF, V)
+    places = _places(V)
+    mark = chains.states + (_room(chains, spot) * PARTS + ME) * (HALF * V)
+    strong = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, THIN))
+    for t in range(spot.count):
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        gl.store(mark + places, state.to(kind))
+        mark += PARTS * HALF * V
+        mbarrier.wait(rings.ready.index(stage), odd)
+        tg = flat(rings.g.index(PARTS * stage + ME)).permute((1, 0))
+        since = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
+        total = warpgroup_mma(tg, rings.ones.permute((1, 0)), thin, use_acc=False, is_async=True)
+        theirs = flat(rings.k.index(PARTS * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+        since, total = warpgroup_mma_wait(0, deps=(since, total))
+        total = gl.max(total, 1) * LOG2E  # the columns are the same
+        strong = gl.where(total >= -SPAN, strong, 1)  # a NaN is strong
+        theirs = gl.convert_layout((theirs * power(since * -LOG2E)).to(kind), operand_layout(WIDE))
+        pending = warpgroup_mma(theirs, flat(rings.v.index(stage)), state, is_async=True)
+        whole = gl.convert_layout(power(total), gl.SliceLayout(1, WIDE))[:, None]
+        state = warpgroup_mma_wait(0, deps=(pending,))
+        barrier()
+        mbarrier.arrive(rings.free.index(stage), count=1)
+        state *= whole
+    found = gl.where(spot.count < 0, 1, gl.max(strong, 0))
+    gl.store(chains.left + (ME * gl.num_programs(0) + gl.program_id(0)), found)
+
+
+@gluon.jit
+def _fill_marks(maps, chains, rings, PARTS: gl.constexpr):
+    """The warp that brings tiles."""
+    STAGES: gl.constexpr = rings.v.type.shape[0]
+    spot = spot_of(chains)
+    of_k = spot.h // chains.group
+    SIZE: gl.constexpr = 2 * PARTS * maps.k.block_type.nbytes + maps.v.block_type.nbytes
+    for t in range(spot.count):
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        mbarrier.wait(rings.free.index(stage), odd ^ 1)
+        ready = rings.ready.index(stage)
+        mbarrier.expect(ready, SIZE)
+        for part in gl.static_range(PARTS):
+            load(maps.g, rows_at(chains, spot, of_k, t, part * HALF), ready, rings.g.index(PARTS * stage + part))
+            load(maps.k, rows_at(chains, spot, of_k, t, part * HALF), ready, rings.k.index(PARTS * stage + part))
+        load(maps.v, rows_at(chains, spot, spot.h, t, 0), ready, rings.v.index(stage))
+
+
+@gluon.jit
+def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """Writes the states before all chunks, and marks the chains with strong gates."""
+    kind: gl.constexpr = maps.k.dtype
+    k, v, g = ring(maps.k, PARTS * STAGES), ring(maps.v, STAGES), ring(maps.g, PARTS * STAGES)
+    ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)
+    rings = MarkRings(k, v, g, _mask(kind, 0, False), ones_tile(kind), ready, free)
+    fence_async_shared()
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_mark, (0, maps, chains, rings, PARTS)),
+                (_mark, (1, maps, chains, rings, PARTS)),
+                (_fill_marks, (maps, chains, rings, PARTS)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_mark, (0, maps, chains, rings, PARTS)),
+                (_fill_marks, (maps, chains, rings, PARTS)),
+            ],
+            [1],
+            [24],
+        )
+
+
+class Rings(NamedTuple):
+    q: Any  # halves
+    k: Any
+    v: Any
+    g: Any  # halves
+    do: Any
+    state: Any  # the decayed gradient of the state, halves of K
+    weights: Any  # of do with v
+    own: Any  # RWKV-6: a row's pair with itself, by u and by do and v
+    upto: Any  # masks
+    before: Any
+    endings: Any
+    begins: Any
+    ones: Any
+    ready: Any  # rows
+    weighed: Any  # the weights are
+    given: Any  # rows with decays and the state's gradient are
+    used: Any  # the weights, v and do have been used
+    done: Any  # rows with decays have been used
+    free: Any
+
+
+@gluon.jit
+def _add_parts(dg, x, tile):
+    """Adds sums in two bfloat16 parts."""
+    LAYOUT: gl.constexpr = operand_layout(x.type.layout)
+    kind: gl.constexpr = tile.dtype
+    high = x.to(kind)
+    low = gl.convert_layout((x - high.to(gl.float32)).to(kind), LAYOUT)
+    dg = warpgroup_mma(low, tile, dg, is_async=True)
+    return warpgroup_mma(gl.convert_layout(high, LAYOUT), tile, dg, is_async=True)
+
+
+@gluon.jit
+def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr):
+    """A warpgroup's channels: dq, dk and dg, and the state's gradient."""
+    STAGES: gl.constexpr = rings.v.type.shape[0]
+    V: gl.constexpr = maps.v.block_type.shape[-1]
+    kind: gl.constexpr = maps.k.dtype
+    SHIFT: gl.constexpr = chains.bonus is not None
+    NARROW: gl.constexpr = sums_layout(C)
+    WIDE: gl.constexpr = sums_layout(V)
+    THIN: gl.constexpr = sums_layout(8)
+    spot = _spot(chains, PARTS)
+    narrow, thin = gl.zeros([HALF, C], gl.float32, NARROW), gl.zeros([HALF, 8], gl.float32, THIN)
+    state = _first_state(chains, ME, PARTS * HALF, V)
+    places = _places(V)
+    room = _room(chains, spot)
+    tw, tstate = flat(rings.weights), rings.state.index(ME)
+    if SHIFT:
+        depth = gl.arange(0, HALF, gl.SliceLayout(1, NARROW))
+        u = gl.load(chains.bonus + spot.h // chains.group * HALF + depth).to(gl.float32)[:, None]
+        of_bonus = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, NARROW))
+    for step in range(spot.count):
+        t = spot.count - 1 - step
+        stage, odd = step % STAGES, (step // STAGES) & 1
+        part = PARTS * stage + ME
+        past = gl.load(chains.states + ((room + t) * PARTS + ME) * (HALF * V) + places)
+        mbarrier.wait(rings.ready.index(stage), odd)
+        tq, tk, tg = flat(rings.q.index(part)), flat(rings.k.index(part)), flat(rings.g.index(part))
+        tq, tk, tg = tq.permute((1, 0)), tk.permute((1, 0)), tg.permute((1, 0))
+        until = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
+        total = warpgroup_mma(tg, rings.ones.permute((1, 0)), thin, use_acc=False, is_async=True)
+        if SHIFT:
+            since = warpgroup_mma(tg, rings.before, narrow, use_acc=False, is_async=True)
+            until, total, since = warpgroup_mma_wait(0, deps=(until, total, since))
+            since *= LOG2E
+            until *= LOG2E
+        else:
+            until, total = warpgroup_mma_wait(0, deps=(until, total))
+            until *= LOG2E
+            since = until
+        tma.store_wait(0)  # the chunk before has left
+        barrier()
+        mbarrier.arrive(rings.free.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        if SHIFT:
+            of_q, of_k = tq.load(NARROW), tk.load(NARROW)
+            rings.own.index(0).store(scale * gl.sum(of_q.to(gl.float32) * of_k.to(gl.float32) * u, 0))
+            mine = (of_q.to(gl.float32) * (scale * power(since))).to(kind)
+            theirs = (of_k.to(gl.float32) * power(-until)).to(kind)
+        else:
+            mine = (tq.load(NARROW).to(gl.float32) * (scale * power(since))).to(kind)
+            theirs = (tk.load(NARROW).to(gl.float32) * power(-until)).to(kind)
+        tq.store(mine)
+        tk.store(theirs)
+        state *= gl.convert_layout(power(gl.max(total, 1) * LOG2E), gl.SliceLayout(1, WIDE))[:, None]
+        held = gl.sum(past.to(gl.float32) * state, 1)
+        tstate.store(state.to(kind))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(rings.given.index(0), count=1)
+        tv, tdo = flat(rings.v.index(stage)), flat(rings.do.index(stage))
+        past = gl.convert_layout(past, operand_layout(NARROW))
+        found = warpgroup_mma(past, tdo.permute((1, 0)), narrow, use_acc=False, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        mbarrier.wait(rings.weighed.index(0), step & 1)
+        pair = warpgroup_mma(tk, tw.permute((1, 0)), narrow, use_acc=False, is_async=True)
+        since = warpgroup_mma(tg, rings.before if SHIFT else rings.upto, narrow, use_acc=False, is_async=True)
+        pair, since = warpgroup_mma_wait(0, deps=(pair, since))
+        dq = (scale * power(since * LOG2E)) * (found + pair)
+        if SHIFT:
+            both = rings.own.index(1).load(gl.SliceLayout(0, NARROW))[None, :]
+            dq += both * u * of_k.to(gl.float32)
+            of_bonus += gl.sum(both * of_q.to(gl.float32) * of_k.to(gl.float32), 1)
+        dq = dq.to(kind)
+        mine = tq.load(NARROW).to(gl.float32)
+        x = gl.convert_layout((mine * found).to(kind), operand_layout(NARROW))
+        reads = (rings.before if SHIFT else rings.upto).permute((1, 0))
+        dg = warpgroup_mma(x, reads, narrow, use_acc=False, is_async=True)
+        dg = _add_parts(dg, mine * pair, rings.endings)
+        dg = warpgroup_mma_wait(0, deps=(dg,))
+        found = warpgroup_mma(tstate, tv.permute((1, 0)), narrow, use_acc=False, is_async=True)
+        pair = warpgroup_mma(tq, tw, narrow, use_acc=False, is_async=True)
+        until = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
+        found, pair, until = warpgroup_mma_wait(0, deps=(found, pair, until))
+        dk = power(until * -LOG2E) * (found + pair)
+        if SHIFT:
+            dk += both * u * of_q.to(gl.float32)
+        dk = dk.to(kind)
+        theirs = tk.load(NARROW).to(gl.float32)
+        x = gl.convert_layout((theirs * found).to(kind), operand_layout(NARROW))
+        dg = warpgroup_mma(x, rings.before, dg, is_async=True)
+        if SHIFT:
+            dg = _add_parts(dg, theirs * pair, rings.begins)
+        else:
+            dg = _add_parts(dg, theirs * -pair, rings.endings)
+        pending = warpgroup_mma(tq, tdo, state, is_async=True)
+        dg, state = warpgroup_mma_wait(0, deps=(dg, pending))
+        barrier()
+        mbarrier.arrive(rings.used.index(0), count=1)
+        dg = (dg + gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]).to(kind)
+        mbarrier.wait(rings.done.index(0), step & 1)
+        tq.store(dq)
+        tk.store(dk)
+        tg.store(dg)
+        fence_async_shared()
+        barrier()
+        at = rows_at(chains, spot, spot.h, t, ME * HALF)
+        store(maps.dq, at, rings.q.index(part))
+        store(maps.dk, at, rings.k.index(part))
+        store(maps.dg, at, rings.g.index(part))
+    if spot.count >= 0:
+        if chains.last is not None:
+            gl.store(chains.last + _state_at(ME, PARTS * HALF, V), state)
+        if SHIFT:  # noqa: SIM102  # decided at compile time
+            if spot.count > 0:
+                gl.store(chains.of_bonus + (room * HALF + depth), of_bonus)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _meet(maps, chains, rings, scale, PARTS: gl.constexpr):
+    """The warpgroup that makes the weights and dv."""
+    STAGES: gl.constexpr = rings.v.type.shape[0]
+    V: gl.constexpr = maps.v.block_type.shape[-1]
+    kind: gl.constexpr = maps.k.dtype
+    SHIFT: gl.constexpr = chains.bonus is not None
+    NARROW: gl.constexpr = sums_layout(C)
+    WIDE: gl.constexpr = sums_layout(V)
+    spot = _spot(chains, PARTS)
+    x = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
+    y = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
+    narrow, none = gl.zeros([C, C], gl.float32, NARROW), gl.zeros([C, V], gl.float32, WIDE)
+    for step in range(spot.count):
+        t = spot.count - 1 - step
+        stage, odd = step % STAGES, (step // STAGES) & 1
+        mbarrier.wait(rings.ready.index(stage), odd)
+        tv, tdo = flat(rings.v.index(stage)), flat(rings.do.index(stage))
+        found = warpgroup_mma(tdo, tv.permute((1, 0)), narrow, use_acc=False, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        mbarrier.wait(rings.used.index(0), (step - 1) & 1, pred=step > 0)
+        if SHIFT:
+            rings.own.index(1).store(scale * gl.sum(gl.where(x == y, found, 0.0), 1))
+            found = gl.where(x > y, found, 0.0)
+        else:
+            found = gl.where(x >= y, found, 0.0)
+        flat(rings.weights).store(found.to(kind))
+        fence_async_shared()
+        tma.store_wait(0)  # the chunk before has left
+        barrier()
+        mbarrier.arrive(rings.weighed.index(0), count=1)
+        mbarrier.arrive(rings.free.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        mbarrier.wait(rings.given.index(0), step & 1)
+        found = narrow
+        for part in gl.static_range(PARTS):
+            tq, tk = flat(rings.q.index(PARTS * stage + part)), flat(rings.k.index(PARTS * stage + part))
+            found = warpgroup_mma(tk, tq.permute((1, 0)), found, use_acc=part > 0, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        if SHIFT:
+            own = rings.own.index(0).load(gl.SliceLayout(1, NARROW))[:, None]
+            found = gl.where(x < y, found, gl.where(x == y, own, 0.0))
+        else:
+            found = gl.where(x <= y, found, 0.0)
+        found = gl.convert_layout(found.to(kind), operand_layout(WIDE))
+        dv = warpgroup_mma(found, tdo, none, use_acc=False, is_async=True)
+        for part in gl.static_range(PARTS):
+            tk = flat(rings.k.index(PARTS * stage + part))
+            dv = warpgroup_mma(tk, rings.state.index(part), dv, is_async=True)
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+        barrier()
+        mbarrier.arrive(rings.done.index(0), count=1)
+        mbarrier.wait(rings.used.index(0), step & 1)
+        tv.store(dv.to(kind))
+        fence_async_shared()
+        barrier()
+        store(maps.dv, rows_at(chains, spot, spot.h, t, 0), rings.v.index(stage))
+    found = gl.where(spot.count < 0, 1, 0)
+    gl.store(chains.left + gl.program_id(0), found)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _fill(maps, chains, rings, PARTS: gl.constexpr):
+    """The warp that brings tiles."""
+    STAGES: gl.constexpr = rings.v.type.shape[0]
+    spot = _spot(chains, PARTS)
+    of_k = spot.h // chains.group
+    SIZE: gl.constexpr = 3 * PARTS * maps.k.block_type.nbytes + 2 * maps.v.block_type.nbytes
+    for step in range(spot.count):
+        t = spot.count - 1 - step
+        stage, odd = step % STAGES, (step // STAGES) & 1
+        mbarrier.wait(rings.free.index(stage), odd ^ 1)
+        ready = rings.ready.index(stage)
+        mbarrier.expect(ready, SIZE)
+        for part in gl.static_range(PARTS):
+            at = rows_at(chains, spot, of_k, t, part * HALF)
+            load(maps.g, at, ready, rings.g.index(PARTS * stage + part))
+            load(maps.q, at, ready, rings.q.index(PARTS * stage + part))
+            load(maps.k, at, ready, rings.k.index(PARTS * stage + part))
+        at = rows_at(chains, spot, spot.h, t, 0)
+        load(maps.v, at, ready, rings.v.index(stage))
+        load(maps.do, at, ready, rings.do.index(stage))
+
+
+@gluon.jit(do_not_specialize=["scale"])
+def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constexpr):
+    """The gradients of all chunks, and that of the first state."""
+    kind: gl.constexpr = maps.k.dtype
+    SHIFT: gl.constexpr = chains.bonus is not None
+    V: gl.constexpr = maps.v.block_type.shape[-1]
+    q, k, g = ring(maps.q, PARTS * STAGES), ring(maps.k, PARTS * STAGES), ring(maps.g, PARTS * STAGES)
+    v, do = ring(maps.v, STAGES), ring(maps.do, STAGES)
+    state = gl.allocate_shared_memory(kind, [PARTS, HALF, V], gl.NVMMASharedLayout(128, 16, 2))
+    weights = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
+    upto, before, endings = _mask(kind, 0, SHIFT), _mask(kind, 1, SHIFT), _mask(kind, 2, SHIFT)
+    own, begins = upto, endings
+    if SHIFT:
+        own = gl.allocate_shared_memory(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        begins = _mask(kind, 3, SHIFT)
+    one, each = make_barriers(1, 1), make_barriers(1, PARTS)
+    rings = Rings(
+        q, k, v, g, do, state, weights, own, upto, before, endings, begins, ones_tile(kind), make_barriers(STAGES, 1),
+        one, each, make_barriers(1, PARTS), make_barriers(1, 1), make_barriers(STAGES, PARTS + 1),
+    )  # fmt: skip
+    fence_async_shared()
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (_gradients, (0, maps, chains, rings, scale, PARTS)),
+                (_gradients, (1, maps, chains, rings, scale, PARTS)),
+                (_meet, (maps, chains, rings, scale, PARTS)),
+                (_fill, (maps, chains, rings, PARTS)),
+            ],
+            [4, 4, 1],
+            [192, 104, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_gradients, (0, maps, chains, rings, scale, PARTS)),
+                (_meet, (maps, chains, rings, scale, PARTS)),
+                (_fill, (maps, chains, rings, PARTS)),
+            ],
+            [4, 1],
+            [104, 24],
+        )
