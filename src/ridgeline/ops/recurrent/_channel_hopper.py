@@ -39,8 +39,12 @@ def serves(call: Any) -> bool:
     K, V, gpu = call.k.shape[3], call.v.shape[3], device.of(call.v)
     if (K, V) not in ((64, 64), (128, 128)) or gpu.capability != 90:
         return False
-    chains = call.sequences * call.v.shape[2]
-    return 2 * chains >= gpu.multiprocessors and all([mapped(t) for t in tensors])
+    return enough(gpu, call.sequences * call.v.shape[2]) and all([mapped(t) for t in tensors])
+
+
+def enough(gpu: device.Device, chains: int) -> bool:
+    """Whether so many chains fill the GPU well; fewer are cut into segments by `_channels.py`."""
+    return 2 * chains >= gpu.multiprocessors
 
 
 @triton.jit
@@ -121,6 +125,6 @@ def backward(
     more = {"STAGES": 4 if parts == 2 else 3, "maxnreg": 168 if parts == 2 else 128}
     launch(mark_states, (left.numel(),), sizes, maps, **facts, **more)
     sizes = sizes._replace(left=left, strong=marked, first=dlast, last=dfirst, bonus=call.u, of_bonus=of_bonus)
-    more = {"STAGES": 2, "maxnreg": 128 if parts == 2 else 80}
+    more = {"STAGES": 2, "maxnreg": 128 if parts == 2 else 168}
     launch(gradient_chains, (left.numel(),), sizes, maps, call.scale, **facts, **more)
     return left
