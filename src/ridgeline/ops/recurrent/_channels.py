@@ -342,6 +342,9 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
     n, h, start, tokens, first = _find(packing, spot)
     if first >= tokens:
         return
+    if grads.left is not None:  # noqa: SIM102  # decided at compile time
+        if tl.load(grads.left + n * packing.heads + h) == 0:
+            return
     if form.APART and (first + form.C <= tokens) & _in_range(grads.sums, spot, form):
         return
     C: tl.constexpr = form.C
