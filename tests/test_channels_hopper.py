@@ -24,12 +24,19 @@ class Map(SimpleNamespace):
     """A tensor map of rows (B, heads, T, columns), or of packed ones."""
 
     def __init__(self, t: torch.Tensor, width: int, packed: bool):
-        box = [*[1] * (2 + packed), C, width]
-        kind = SimpleNamespace(shape=box, nbytes=C * width * t.element_size())
-        t = t.transpose(1, 2)
-        super().__init__(
-            base=t, dtype=t.dtype, block_shape=box, block_type=kind, layout=None, shape=t.shape, strides=t.stride()
-        )
+        self.fill(t.transpose(1, 2), [*[1] * (2 + packed), C, width])
+
+    @classmethod
+    def of(cls, t: torch.Tensor, box: list[int]) -> Map:
+        """That of a matrix."""
+        made = cls.__new__(cls)
+        made.fill(t, box)
+        return made
+
+    def fill(self, t: torch.Tensor, box: list[int]) -> None:
+        kind = SimpleNamespace(shape=box, nbytes=C * box[-1] * t.element_size())
+        self.base, self.dtype, self.layout, self.shape, self.strides = t, t.dtype, None, t.shape, t.stride()
+        self.block_shape, self.block_type = box, kind
 
 
 def chosen(c: Any, x: Any, y: Any) -> Any:
@@ -155,11 +162,12 @@ def test_backward_as_python(case: str, seed: int) -> None:
     found["u"] = torch.zeros(kept, D)
     left, strong = torch.zeros(N, HV, dtype=torch.int32), torch.zeros(N, HV, dtype=torch.int32)
     marked, states = torch.zeros(parts, N, HV, dtype=torch.int32), torch.zeros(kept, D, D)
-    widths = (q, 64), (k, 64), (v, D), (g, 64), (do, D), *((found[n], 64 if n != "v" else D) for n in "qkvg")
-    maps = gradients.GradientMaps(*(Map(t, w, packed) for t, w in widths))
+    rows, flat = (q, k, v, g, do, *(found[n] for n in "qkvg")), states.view(-1, D)
+    maps = gradients.GradientMaps(*(Map(t, 64, packed) for t in rows), Map.of(flat, [C, C]))
+    whole = maps._replace(v=Map(v, D, packed), states=Map.of(flat, [C, D]))
     pointer = lambda t: None if t is None else Pointer(t)  # noqa: E731
     marks = gradients.Backward(
-        Pointer(marked), Pointer(strong), Pointer(states), pointer(first), None, None, None, pointer(cu_seqlens), T,
+        Pointer(marked), Pointer(strong), pointer(first), None, None, None, pointer(cu_seqlens), T,
         HV, 1, chunks,
     )  # fmt: skip
     chains = marks._replace(
@@ -168,7 +176,7 @@ def test_backward_as_python(case: str, seed: int) -> None:
     )  # fmt: skip
     for program in range(N * HV):
         turns = Turns(random.Random(100 * seed + program))
-        names_of(turns, program, N * HV)["mark_states"](marks, maps, parts, 4 if D == 128 else 3)
+        names_of(turns, program, N * HV)["mark_states"](marks, whole, parts, 3)
     for program in range(N * HV):
         turns = Turns(random.Random(100 * seed + program))
         names_of(turns, program, N * HV)["gradient_chains"](chains, maps, 0.5, parts, 2)

@@ -112,18 +112,17 @@ def backward(
     strong = look(plan)
     left = torch.empty_like(strong)
     marked = torch.empty((parts, *strong.shape), dtype=torch.int32, device=left.device)
-    halves = (_rows(t, HALF, call) for t in (call.q, call.k, call.g, dq, dk, dg))
-    of_q, of_k, of_g, to_q, to_k, to_g = halves
-    of_v, of_do, to_v = (_rows(t, V, call) for t in (call.v, do, dv))
-    maps = GradientMaps(of_q, of_k, of_v, of_g, of_do, to_q, to_k, to_v, to_g)
+    rows, flat = (call.q, call.k, call.v, call.g, do, dq, dk, dv, dg), states.view(-1, V)
+    maps = GradientMaps(*(_rows(t, HALF, call) for t in rows), TensorMap(flat, (HALF, HALF), 128))
     group = call.v.shape[2] // call.k.shape[2]
     sizes = Backward(
-        marked, strong, states, call.first, None, None, None, call.ends, call.q.shape[1], call.v.shape[2], group,
+        marked, strong, call.first, None, None, None, call.ends, call.q.shape[1], call.v.shape[2], group,
         plan.grid[0],
     )  # fmt: skip
     facts: dict[str, Any] = {"PARTS": parts, "num_warps": 4}
-    more = {"STAGES": 4 if parts == 2 else 3, "maxnreg": 168 if parts == 2 else 128}
-    launch(mark_states, (left.numel(),), sizes, maps, **facts, **more)
+    more = {"STAGES": 3, "maxnreg": 168 if parts == 2 else 128}
+    whole = maps._replace(v=_rows(call.v, V, call), states=TensorMap(flat, (HALF, V), 128))
+    launch(mark_states, (left.numel(),), sizes, whole, **facts, **more)
     sizes = sizes._replace(left=left, strong=marked, first=dlast, last=dfirst, bonus=call.u, of_bonus=of_bonus)
     more = {"STAGES": 2, "maxnreg": 128 if parts == 2 else 168}
     launch(gradient_chains, (left.numel(),), sizes, maps, call.scale, **facts, **more)

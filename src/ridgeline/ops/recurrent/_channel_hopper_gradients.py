@@ -49,12 +49,12 @@ class GradientMaps(NamedTuple):
     dk: Any
     dv: Any
     dg: Any
+    states: Any  # (chunks * K, V): before chunks
 
 
 class Backward(NamedTuple):
     left: Any  # (sequences, heads): 1 where the gates are too strong, written by the second kernel
     strong: Any  # the same of the first chunk, written before, and then by the first kernel of a part of the channels
-    states: Any  # before chunks
     first: Any  # (sequences, heads, K, V) in float32 or None: the state, or its gradient after the last token
     last: Any  # the gradient of the first state, or None
     bonus: Any  # (heads of k, K) or None
@@ -81,34 +81,24 @@ def _spot(chains, PARTS: gl.constexpr):
 def _room(chains, spot):
     """Where a chain's chunks are kept."""
     if chains.ends is None:
-        return gl.program_id(0).to(gl.int64) * chains.chunks
+        return gl.program_id(0) * chains.chunks
     else:
-        return spot.h.to(gl.int64) * chains.chunks + spot.start // C + spot.n
+        return spot.h * chains.chunks + spot.start // C + spot.n
 
 
 @gluon.jit
-def _places(V: gl.constexpr):
-    """Where a warpgroup keeps 64 rows of a state: in the order in which its threads hold them."""
-    LAYOUT: gl.constexpr = sums_layout(V)
-    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = gl.arange(0, V, gl.SliceLayout(0, LAYOUT))[None, :]
-    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-    places = (column // 8 * 2 + row % 16 // 8) * 256 + thread * 2 + column % 2
-    return gl.max_contiguous(gl.multiple_of(places, [1, 2]), [1, 2])
-
-
-@gluon.jit
-def _state_at(ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
-    LAYOUT: gl.constexpr = sums_layout(V)
+def _state_at(ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    LAYOUT: gl.constexpr = sums_layout(WIDTH)
     row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-    return gl.program_id(0).to(gl.int64) * (K * V) + (row * V + gl.arange(0, V, gl.SliceLayout(0, LAYOUT))[None, :])
+    column = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.program_id(0).to(gl.int64) * (K * V) + (row * V + column)
 
 
 @gluon.jit
-def _first_state(chains, ME: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
-    state = gl.zeros([HALF, V], gl.float32, sums_layout(V))
+def _first_state(chains, ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    state = gl.zeros([HALF, WIDTH], gl.float32, sums_layout(WIDTH))
     if chains.first is not None:
-        state = gl.load(chains.first + _state_at(ME, K, V))
+        state = gl.load(chains.first + _state_at(ME, PART, WIDTH, K, V))
     return state
 
 
@@ -147,7 +137,7 @@ class MarkRings(NamedTuple):
 
 
 @gluon.jit
-def _mark(ME: gl.constexpr, maps, chains, rings, PARTS: gl.constexpr):
+def _mark(ME: gl.constexpr, maps, chains, rings, outs, PARTS: gl.constexpr):
     STAGES: gl.constexpr = rings.v.type.shape[0]
     V: gl.constexpr = maps.v.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
@@ -156,14 +146,17 @@ def _mark(ME: gl.constexpr, maps, chains, rings, PARTS: gl.constexpr):
     THIN: gl.constexpr = sums_layout(8)
     spot = spot_of(chains)
     narrow, thin = gl.zeros([HALF, C], gl.float32, NARROW), gl.zeros([HALF, 8], gl.float32, THIN)
-    state = _first_state(chains, ME, PARTS * HALF, V)
-    places = _places(V)
-    mark = chains.states + (_room(chains, spot) * PARTS + ME) * (HALF * V)
+    state = _first_state(chains, ME, 0, V, PARTS * HALF, V)
+    room, out = _room(chains, spot), outs.index(ME)
     strong = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, THIN))
     for t in range(spot.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
-        gl.store(mark + places, state.to(kind))
-        mark += PARTS * HALF * V
+        tma.store_wait(0)
+        barrier()
+        out.store(state.to(kind))
+        fence_async_shared()
+        barrier()
+        store(maps.states, [((room + t) * PARTS + ME) * HALF, 0], out)
         mbarrier.wait(rings.ready.index(stage), odd)
         tg = flat(rings.g.index(PARTS * stage + ME)).permute((1, 0))
         since = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
@@ -179,6 +172,7 @@ def _mark(ME: gl.constexpr, maps, chains, rings, PARTS: gl.constexpr):
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
         state *= whole
+    tma.store_wait(0)
     found = gl.where(spot.count < 0, 1, gl.max(strong, 0))
     gl.store(chains.left + (ME * gl.num_programs(0) + gl.program_id(0)), found)
 
@@ -207,13 +201,13 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
     kind: gl.constexpr = maps.k.dtype
     k, v, g = ring(maps.k, PARTS * STAGES), ring(maps.v, STAGES), ring(maps.g, PARTS * STAGES)
     ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)
-    rings = MarkRings(k, v, g, _mask(kind, 0, False), ones_tile(kind), ready, free)
+    rings, outs = MarkRings(k, v, g, _mask(kind, 0, False), ones_tile(kind), ready, free), ring(maps.states, PARTS)
     fence_async_shared()
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (_mark, (0, maps, chains, rings, PARTS)),
-                (_mark, (1, maps, chains, rings, PARTS)),
+                (_mark, (0, maps, chains, rings, outs, PARTS)),
+                (_mark, (1, maps, chains, rings, outs, PARTS)),
                 (_fill_marks, (maps, chains, rings, PARTS)),
             ],
             [4, 1],
@@ -222,7 +216,7 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (_mark, (0, maps, chains, rings, PARTS)),
+                (_mark, (0, maps, chains, rings, outs, PARTS)),
                 (_fill_marks, (maps, chains, rings, PARTS)),
             ],
             [1],
@@ -231,12 +225,15 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
 
 
 class Rings(NamedTuple):
-    q: Any  # halves
+    """All tiles have 64 rows and columns."""
+
+    q: Any
     k: Any
     v: Any
-    g: Any  # halves
+    g: Any
     do: Any
-    state: Any  # the decayed gradient of the state, halves of K
+    dq: Any
+    state: Any  # the one before the chunk, and then the decayed gradient of the one after it
     weights: Any  # of do with v
     own: Any  # RWKV-6: a row's pair with itself, by u and by do and v
     upto: Any  # masks
@@ -245,10 +242,13 @@ class Rings(NamedTuple):
     begins: Any
     ones: Any
     ready: Any  # rows
+    loaded: Any  # the state
     weighed: Any  # the weights are
-    given: Any  # rows with decays and the state's gradient are
-    used: Any  # the weights, v and do have been used
-    done: Any  # rows with decays have been used
+    given: Any  # rows with decays are
+    turned: Any  # the state's gradient is
+    seen: Any  # v and the state's gradient have been used
+    used: Any  # the weights have been used
+    done: Any  # rows with decays and the state's gradient have been used
     free: Any
 
 
@@ -259,157 +259,186 @@ def upper_half(x):
 
 
 @gluon.jit
-def _add_parts(dg, x, tile):
-    """Adds sums in two bfloat16 parts."""
+def _sum_parts(x, tile, dg, MORE: gl.constexpr):
+    """Sums in two bfloat16 parts; with MORE added to dg."""
     LAYOUT: gl.constexpr = operand_layout(x.type.layout)
     kind: gl.constexpr = tile.dtype
     high = upper_half(x)
     low = gl.convert_layout((x - high).to(kind), LAYOUT)
     high = gl.convert_layout(high.to(kind), LAYOUT)
-    dg = warpgroup_mma(low, tile, dg, is_async=True)
+    dg = warpgroup_mma(low, tile, dg, use_acc=MORE, is_async=True)
     dg = warpgroup_mma(high, tile, dg, is_async=True)
     return warpgroup_mma_wait(0, deps=(dg,))
 
 
 @gluon.jit
+def _halvings(tg, tile, narrow):
+    found = warpgroup_mma(tg, tile, narrow, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(found,)) * LOG2E
+
+
+@gluon.jit
+def _turned(rings, stage, which: gl.constexpr, ME: gl.constexpr, PARTS: gl.constexpr, narrow):
+    """The state, or its gradient, times do or v."""
+    rows = rings.do if which == 0 else rings.v
+    found = narrow
+    for part in gl.static_range(PARTS):
+        left = flat(rings.state.index(PARTS * ME + part))
+        right = flat(rows.index(PARTS * stage + part)).permute((1, 0))
+        found = warpgroup_mma(left, right, found, use_acc=part > 0, is_async=True)
+    return warpgroup_mma_wait(0, deps=(found,))
+
+
+@gluon.jit
+def _turn(tile, state, whole):
+    """Decays the state's gradient, and leaves it in place of the state. Returns the sums of their products, too."""
+    LAYOUT: gl.constexpr = state.type.layout
+    state *= whole
+    held = gl.sum(tile.load(LAYOUT).to(gl.float32) * state, 1)
+    tile.store(state.to(tile.dtype))
+    return state, held
+
+
+@gluon.jit
 def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr):
     """A warpgroup's channels: dq, dk and dg, and the state's gradient."""
-    STAGES: gl.constexpr = rings.v.type.shape[0]
-    V: gl.constexpr = maps.v.block_type.shape[-1]
+    STAGES: gl.constexpr = rings.ready.type.shape[0]
+    K: gl.constexpr = PARTS * HALF
     kind: gl.constexpr = maps.k.dtype
     SHIFT: gl.constexpr = chains.bonus is not None
     NARROW: gl.constexpr = sums_layout(C)
-    WIDE: gl.constexpr = sums_layout(V)
     THIN: gl.constexpr = sums_layout(8)
     spot = _spot(chains, PARTS)
     narrow, thin = gl.zeros([HALF, C], gl.float32, NARROW), gl.zeros([HALF, 8], gl.float32, THIN)
-    state = _first_state(chains, ME, PARTS * HALF, V)
-    places = _places(V)
-    room = _room(chains, spot)
-    tw, tstate = flat(rings.weights), rings.state.index(ME)
+    y = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
+    state = _first_state(chains, ME, 0, HALF, K, K)
+    if PARTS == 2:
+        other = _first_state(chains, ME, 1, HALF, K, K)
+    tw, tdq = flat(rings.weights), rings.dq.index(ME)
+    strict = rings.before if SHIFT else rings.upto
     if SHIFT:
         depth = gl.arange(0, HALF, gl.SliceLayout(1, NARROW))
         u = gl.load(chains.bonus + spot.h // chains.group * HALF + depth).to(gl.float32)[:, None]
         of_bonus = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, NARROW))
     for step in range(spot.count):
-        t = spot.count - 1 - step
+        at = rows_at(chains, spot, spot.h, spot.count - 1 - step, ME * HALF)
         stage, odd = step % STAGES, (step // STAGES) & 1
         part = PARTS * stage + ME
-        past = gl.load(chains.states + ((room + t) * PARTS + ME) * (HALF * V) + places)
         mbarrier.wait(rings.ready.index(stage), odd)
         tq, tk, tg = flat(rings.q.index(part)), flat(rings.k.index(part)), flat(rings.g.index(part))
         tq, tk, tg = tq.permute((1, 0)), tk.permute((1, 0)), tg.permute((1, 0))
-        until = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
         total = warpgroup_mma(tg, rings.ones.permute((1, 0)), thin, use_acc=False, is_async=True)
-        if SHIFT:
-            since = warpgroup_mma(tg, rings.before, narrow, use_acc=False, is_async=True)
-            until, total, since = warpgroup_mma_wait(0, deps=(until, total, since))
-            since *= LOG2E
-            until *= LOG2E
-        else:
-            until, total = warpgroup_mma_wait(0, deps=(until, total))
-            until *= LOG2E
-            since = until
+        total = warpgroup_mma_wait(0, deps=(total,))
+        until = _halvings(tg, rings.upto, narrow)
         tma.store_wait(0)  # the chunk before has left
         barrier()
         mbarrier.arrive(rings.free.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
         if SHIFT:
+            since = _halvings(tg, rings.before, narrow)
             of_q, of_k = tq.load(NARROW), tk.load(NARROW)
             rings.own.index(0).store(scale * gl.sum(of_q.to(gl.float32) * of_k.to(gl.float32) * u, 0))
-            mine = (of_q.to(gl.float32) * (scale * power(since))).to(kind)
-            theirs = (of_k.to(gl.float32) * power(-until)).to(kind)
+            tq.store((of_q.to(gl.float32) * (scale * power(since))).to(kind))
+            tk.store((of_k.to(gl.float32) * power(-until)).to(kind))
         else:
-            mine = (tq.load(NARROW).to(gl.float32) * (scale * power(since))).to(kind)
-            theirs = (tk.load(NARROW).to(gl.float32) * power(-until)).to(kind)
-        tq.store(mine)
-        tk.store(theirs)
-        state *= gl.convert_layout(power(gl.max(total, 1) * LOG2E), gl.SliceLayout(1, WIDE))[:, None]
-        held = gl.sum(past.to(gl.float32) * state, 1)
-        tstate.store(state.to(kind))
+            tq.store((tq.load(NARROW).to(gl.float32) * (scale * power(until))).to(kind))
+            tk.store((tk.load(NARROW).to(gl.float32) * power(-until)).to(kind))
+        whole = gl.convert_layout(power(gl.max(total, 1) * LOG2E), gl.SliceLayout(1, NARROW))[:, None]
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.given.index(0), count=1)
-        tv, tdo = flat(rings.v.index(stage)), flat(rings.do.index(stage))
-        past = gl.convert_layout(past, operand_layout(NARROW))
-        found = warpgroup_mma(past, tdo.permute((1, 0)), narrow, use_acc=False, is_async=True)
-        found = warpgroup_mma_wait(0, deps=(found,))
         mbarrier.wait(rings.weighed.index(0), step & 1)
         pair = warpgroup_mma(tk, tw.permute((1, 0)), narrow, use_acc=False, is_async=True)
         pair = warpgroup_mma_wait(0, deps=(pair,))
-        mine = tq.load(NARROW).to(gl.float32)
-        x = gl.convert_layout((mine * found).to(kind), operand_layout(NARROW))
-        reads = (rings.before if SHIFT else rings.upto).permute((1, 0))
-        dg = warpgroup_mma(x, reads, narrow, use_acc=False, is_async=True)
-        found += pair
-        dg = _add_parts(dg, mine * pair, rings.endings)
-        since = warpgroup_mma(tg, rings.before if SHIFT else rings.upto, narrow, use_acc=False, is_async=True)
-        since = warpgroup_mma_wait(0, deps=(since,))
-        dq = (scale * power(since * LOG2E)) * found
-        if SHIFT:
-            both = rings.own.index(1).load(gl.SliceLayout(0, NARROW))[None, :]
-            dq += both * u * of_k.to(gl.float32)
-            of_bonus += gl.sum(both * of_q.to(gl.float32) * of_k.to(gl.float32), 1)
-        dq = dq.to(kind)
-        found = warpgroup_mma(tstate, tv.permute((1, 0)), narrow, use_acc=False, is_async=True)
+        found = tq.load(NARROW).to(gl.float32) * pair
         pair = warpgroup_mma(tq, tw, narrow, use_acc=False, is_async=True)
-        found, pair = warpgroup_mma_wait(0, deps=(found, pair))
-        theirs = tk.load(NARROW).to(gl.float32)
-        x = gl.convert_layout((theirs * found).to(kind), operand_layout(NARROW))
-        dg = warpgroup_mma(x, rings.before, dg, is_async=True)
-        found += pair
+        pair = warpgroup_mma_wait(0, deps=(pair,))
         if SHIFT:
-            dg = _add_parts(dg, theirs * pair, rings.begins)
-        else:
-            dg = _add_parts(dg, theirs * -pair, rings.endings)
-        until = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
-        until = warpgroup_mma_wait(0, deps=(until,))
-        dk = power(until * -LOG2E) * found
-        if SHIFT:
-            dk += both * u * of_q.to(gl.float32)
-        dk = dk.to(kind)
-        pending = warpgroup_mma(tq, tdo, state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=(pending,))
-        barrier()
-        mbarrier.arrive(rings.used.index(0), count=1)
-        dg = (dg + gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]).to(kind)
-        mbarrier.wait(rings.done.index(0), step & 1)
-        tq.store(dq)
-        tk.store(dk)
-        tg.store(dg)
+            dg = _sum_parts(found, rings.endings, narrow, False)
+            dg = _sum_parts(tk.load(NARROW).to(gl.float32) * pair, rings.begins, dg, True)
+        else:  # a sum of all in the first half leaves the pairs that end or begin before
+            found -= tk.load(NARROW).to(gl.float32) * pair
+            dg = _sum_parts(found, rings.upto.permute((1, 0)), narrow, False)
+            dg -= gl.where(y < C // 2, gl.sum(gl.where(y == 0, dg, 0.0), 1)[:, None], 0.0)
+        mbarrier.wait(rings.loaded.index(0), step & 1)
+        found = _turned(rings, stage, 0, ME, PARTS, narrow)
+        state, held = _turn(flat(rings.state.index(PARTS * ME)), state, whole)
+        if PARTS == 2:
+            other, more = _turn(flat(rings.state.index(PARTS * ME + 1)), other, whole)
+            held += more
         fence_async_shared()
         barrier()
-        at = rows_at(chains, spot, spot.h, t, ME * HALF)
-        store(maps.dq, at, rings.q.index(part))
+        mbarrier.arrive(rings.turned.index(0), count=1)
+        x = gl.convert_layout((tq.load(NARROW).to(gl.float32) * found).to(kind), operand_layout(NARROW))
+        dg = warpgroup_mma(x, strict.permute((1, 0)), dg, is_async=True)
+        dg = warpgroup_mma_wait(0, deps=(dg,))
+        found = warpgroup_mma(tk, tw.permute((1, 0)), found, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        found *= scale * power(_halvings(tg, strict, narrow))
+        if SHIFT:
+            both = rings.own.index(1).load(gl.SliceLayout(0, NARROW))[None, :]
+            found += both * u * of_k.to(gl.float32)
+            of_bonus += gl.sum(both * of_q.to(gl.float32) * of_k.to(gl.float32), 1)
+        flat(tdq).permute((1, 0)).store(found.to(kind))
+        fence_async_shared()
+        barrier()
+        store(maps.dq, at, tdq)
+        found = _turned(rings, stage, 1, ME, PARTS, narrow)
+        x = (tk.load(NARROW).to(gl.float32) * found).to(kind)
+        dg = warpgroup_mma(gl.convert_layout(x, operand_layout(NARROW)), strict, dg, is_async=True)
+        barrier()
+        mbarrier.arrive(rings.seen.index(0), count=1)
+        dg = warpgroup_mma_wait(0, deps=(dg,))
+        if not SHIFT:
+            dg -= x.to(gl.float32)  # its own pairs do not cross a gate
+        found = warpgroup_mma(tq, tw, found, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
+        found *= power(-_halvings(tg, rings.upto, narrow))
+        if SHIFT:
+            found += both * u * of_q.to(gl.float32)
+        pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage)), state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(pending,))
+        if PARTS == 2:
+            pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage + 1)), other, is_async=True)
+            other = warpgroup_mma_wait(0, deps=(pending,))
+        barrier()
+        mbarrier.arrive(rings.used.index(0), count=1)
+        tg.store((dg + gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]).to(kind))
+        mbarrier.wait(rings.done.index(0), step & 1)
+        tk.store(found.to(kind))
+        fence_async_shared()
+        barrier()
         store(maps.dk, at, rings.k.index(part))
         store(maps.dg, at, rings.g.index(part))
     if spot.count >= 0:
         if chains.last is not None:
-            gl.store(chains.last + _state_at(ME, PARTS * HALF, V), state)
+            gl.store(chains.last + _state_at(ME, 0, HALF, K, K), state)
+            if PARTS == 2:
+                gl.store(chains.last + _state_at(ME, 1, HALF, K, K), other)
         if SHIFT:  # noqa: SIM102  # decided at compile time
             if spot.count > 0:
-                gl.store(chains.of_bonus + (room * HALF + depth), of_bonus)
+                gl.store(chains.of_bonus + (_room(chains, spot) * HALF + depth), of_bonus)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _meet(maps, chains, rings, scale, PARTS: gl.constexpr):
     """The warpgroup that makes the weights and dv."""
-    STAGES: gl.constexpr = rings.v.type.shape[0]
-    V: gl.constexpr = maps.v.block_type.shape[-1]
+    STAGES: gl.constexpr = rings.ready.type.shape[0]
     kind: gl.constexpr = maps.k.dtype
     SHIFT: gl.constexpr = chains.bonus is not None
     NARROW: gl.constexpr = sums_layout(C)
-    WIDE: gl.constexpr = sums_layout(V)
     spot = _spot(chains, PARTS)
     x = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
     y = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
-    narrow, none = gl.zeros([C, C], gl.float32, NARROW), gl.zeros([C, V], gl.float32, WIDE)
+    narrow = gl.zeros([C, C], gl.float32, NARROW)
     for step in range(spot.count):
-        t = spot.count - 1 - step
         stage, odd = step % STAGES, (step // STAGES) & 1
+        base = PARTS * stage
         mbarrier.wait(rings.ready.index(stage), odd)
-        tv, tdo = flat(rings.v.index(stage)), flat(rings.do.index(stage))
-        found = warpgroup_mma(tdo, tv.permute((1, 0)), narrow, use_acc=False, is_async=True)
+        found = narrow
+        for part in gl.static_range(PARTS):
+            tv, tdo = flat(rings.v.index(base + part)), flat(rings.do.index(base + part))
+            found = warpgroup_mma(tdo, tv.permute((1, 0)), found, use_acc=part > 0, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
         mbarrier.wait(rings.used.index(0), (step - 1) & 1, pred=step > 0)
         if SHIFT:
@@ -426,7 +455,7 @@ def _meet(maps, chains, rings, scale, PARTS: gl.constexpr):
         mbarrier.wait(rings.given.index(0), step & 1)
         found = narrow
         for part in gl.static_range(PARTS):
-            tq, tk = flat(rings.q.index(PARTS * stage + part)), flat(rings.k.index(PARTS * stage + part))
+            tq, tk = flat(rings.q.index(base + part)), flat(rings.k.index(base + part))
             found = warpgroup_mma(tk, tq.permute((1, 0)), found, use_acc=part > 0, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
         if SHIFT:
@@ -434,45 +463,66 @@ def _meet(maps, chains, rings, scale, PARTS: gl.constexpr):
             found = gl.where(x < y, found, gl.where(x == y, own, 0.0))
         else:
             found = gl.where(x <= y, found, 0.0)
-        found = gl.convert_layout(found.to(kind), operand_layout(WIDE))
-        dv = warpgroup_mma(found, tdo, none, use_acc=False, is_async=True)
-        for part in gl.static_range(PARTS):
-            tk = flat(rings.k.index(PARTS * stage + part))
-            dv = warpgroup_mma(tk, rings.state.index(part), dv, is_async=True)
-        dv = warpgroup_mma_wait(0, deps=(dv,))
-        barrier()
-        mbarrier.arrive(rings.done.index(0), count=1)
-        mbarrier.wait(rings.used.index(0), step & 1)
-        tv.store(dv.to(kind))
+        pairs = gl.convert_layout(found.to(kind), operand_layout(NARROW))
+        mbarrier.wait(rings.turned.index(0), step & 1)
+        for width in gl.static_range(PARTS):
+            dv = warpgroup_mma(pairs, flat(rings.do.index(base + width)), narrow, use_acc=False, is_async=True)
+            for part in gl.static_range(PARTS):
+                tk, tstate = flat(rings.k.index(base + part)), flat(rings.state.index(PARTS * part + width))
+                dv = warpgroup_mma(tk, tstate, dv, is_async=True)
+            dv = warpgroup_mma_wait(0, deps=(dv,))
+            if width == PARTS - 1:
+                barrier()
+                mbarrier.arrive(rings.done.index(0), count=1)
+            if width == 0:
+                mbarrier.wait(rings.seen.index(0), step & 1)
+            flat(rings.v.index(base + width)).store(dv.to(kind))
         fence_async_shared()
         barrier()
-        store(maps.dv, rows_at(chains, spot, spot.h, t, 0), rings.v.index(stage))
-    found = gl.where(spot.count < 0, 1, 0)
-    gl.store(chains.left + gl.program_id(0), found)
+        for width in gl.static_range(PARTS):
+            at = rows_at(chains, spot, spot.h, spot.count - 1 - step, width * HALF)
+            store(maps.dv, at, rings.v.index(base + width))
+    gl.store(chains.left + gl.program_id(0), gl.where(spot.count < 0, 1, 0))
     tma.store_wait(0)
+
+
+@gluon.jit
+def _bring(maps, chains, spot, rings, step, PARTS: gl.constexpr):
+    """A chunk's rows."""
+    STAGES: gl.constexpr = rings.ready.type.shape[0]
+    stage, odd = step % STAGES, (step // STAGES) & 1
+    mbarrier.wait(rings.free.index(stage), odd ^ 1)
+    ready = rings.ready.index(stage)
+    mbarrier.expect(ready, 5 * PARTS * maps.k.block_type.nbytes)
+    t, of_k = spot.count - 1 - step, spot.h // chains.group
+    for part in gl.static_range(PARTS):
+        at = rows_at(chains, spot, of_k, t, part * HALF)
+        load(maps.g, at, ready, rings.g.index(PARTS * stage + part))
+        load(maps.q, at, ready, rings.q.index(PARTS * stage + part))
+        load(maps.k, at, ready, rings.k.index(PARTS * stage + part))
+        at = rows_at(chains, spot, spot.h, t, part * HALF)
+        load(maps.v, at, ready, rings.v.index(PARTS * stage + part))
+        load(maps.do, at, ready, rings.do.index(PARTS * stage + part))
 
 
 @gluon.jit
 def _fill(maps, chains, rings, PARTS: gl.constexpr):
     """The warp that brings tiles."""
-    STAGES: gl.constexpr = rings.v.type.shape[0]
     spot = _spot(chains, PARTS)
-    of_k = spot.h // chains.group
-    SIZE: gl.constexpr = 3 * PARTS * maps.k.block_type.nbytes + 2 * maps.v.block_type.nbytes
+    room = _room(chains, spot)
+    if spot.count > 0:
+        _bring(maps, chains, spot, rings, 0, PARTS)
     for step in range(spot.count):
-        t = spot.count - 1 - step
-        stage, odd = step % STAGES, (step // STAGES) & 1
-        mbarrier.wait(rings.free.index(stage), odd ^ 1)
-        ready = rings.ready.index(stage)
-        mbarrier.expect(ready, SIZE)
+        mbarrier.wait(rings.seen.index(0), (step - 1) & 1, pred=step > 0)
+        mbarrier.wait(rings.done.index(0), (step - 1) & 1, pred=step > 0)
+        mbarrier.expect(rings.loaded.index(0), PARTS * PARTS * maps.states.block_type.nbytes)
+        row = (room + spot.count - 1 - step) * (PARTS * HALF)
         for part in gl.static_range(PARTS):
-            at = rows_at(chains, spot, of_k, t, part * HALF)
-            load(maps.g, at, ready, rings.g.index(PARTS * stage + part))
-            load(maps.q, at, ready, rings.q.index(PARTS * stage + part))
-            load(maps.k, at, ready, rings.k.index(PARTS * stage + part))
-        at = rows_at(chains, spot, spot.h, t, 0)
-        load(maps.v, at, ready, rings.v.index(stage))
-        load(maps.do, at, ready, rings.do.index(stage))
+            for width in gl.static_range(PARTS):
+                at = [row + part * HALF, width * HALF]
+                load(maps.states, at, rings.loaded.index(0), rings.state.index(PARTS * part + width))
+        if step + 1 < spot.count:
+            _bring(maps, chains, spot, rings, step + 1, PARTS)
 
 
 @gluon.jit(do_not_specialize=["scale"])
@@ -480,20 +530,20 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
     """The gradients of all chunks, and that of the first state."""
     kind: gl.constexpr = maps.k.dtype
     SHIFT: gl.constexpr = chains.bonus is not None
-    V: gl.constexpr = maps.v.block_type.shape[-1]
     q, k, g = ring(maps.q, PARTS * STAGES), ring(maps.k, PARTS * STAGES), ring(maps.g, PARTS * STAGES)
-    v, do = ring(maps.v, STAGES), ring(maps.do, STAGES)
-    state = gl.allocate_shared_memory(kind, [PARTS, HALF, V], gl.NVMMASharedLayout(128, 16, 2))
+    v, do = ring(maps.v, PARTS * STAGES), ring(maps.do, PARTS * STAGES)
+    dq, state = ring(maps.dq, PARTS), ring(maps.states, PARTS * PARTS)
     weights = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-    upto, before, endings = _mask(kind, 0, SHIFT), _mask(kind, 1, SHIFT), _mask(kind, 2, SHIFT)
-    own, begins = upto, endings
+    upto = _mask(kind, 0, SHIFT)
+    own, before, endings, begins = upto, upto, upto, upto
     if SHIFT:
         own = gl.allocate_shared_memory(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        begins = _mask(kind, 3, SHIFT)
-    one, each = make_barriers(1, 1), make_barriers(1, PARTS)
+        before, endings, begins = _mask(kind, 1, SHIFT), _mask(kind, 2, SHIFT), _mask(kind, 3, SHIFT)
     rings = Rings(
-        q, k, v, g, do, state, weights, own, upto, before, endings, begins, ones_tile(kind), make_barriers(STAGES, 1),
-        one, each, make_barriers(1, PARTS), make_barriers(1, 1), make_barriers(STAGES, PARTS + 1),
+        q, k, v, g, do, dq, state, weights, own, upto, before, endings, begins, ones_tile(kind),
+        make_barriers(STAGES, 1), make_barriers(1, 1), make_barriers(1, 1), make_barriers(1, PARTS),
+        make_barriers(1, PARTS), make_barriers(1, PARTS), make_barriers(1, PARTS), make_barriers(1, 1),
+        make_barriers(STAGES, PARTS + 1),
     )  # fmt: skip
     fence_async_shared()
     if PARTS == 2:
@@ -505,7 +555,7 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
                 (_fill, (maps, chains, rings, PARTS)),
             ],
             [4, 4, 1],
-            [192, 104, 24],
+            [208, 72, 24],
         )
     else:
         gl.warp_specialize(
