@@ -74,6 +74,7 @@ def names_of(turns: Turns, program: int, programs: int = 1) -> dict[str, Any]:
         "operand_layout": lambda x: None,
         "sums_layout": lambda x: None,
         "power": torch.exp2,
+        "column_chunks": lambda x, count: x.chunk(count, 1),
         "upper_half": lambda x: x,
     }
     return names

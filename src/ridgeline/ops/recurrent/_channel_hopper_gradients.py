@@ -34,7 +34,7 @@ from ridgeline.ops.recurrent._channel_hopper_chains import (
     spot_of,
 )
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
-from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
+from ridgeline.tiles.warpgroup import column_chunks, flat, operand_layout, sums_layout
 
 
 class GradientMaps(NamedTuple):
@@ -112,6 +112,8 @@ def _mask(kind: gl.constexpr, WHICH: gl.constexpr, SHIFT: gl.constexpr):
     early = y < C // 2
     if WHICH == 0:
         made = gl.where(x <= y, 1.0, 0.0)
+    elif WHICH == 4:
+        made = gl.where(x >= y, 1.0, 0.0)
     elif WHICH == 1:
         made = gl.where(x < y, 1.0, 0.0)
     elif WHICH == 2:
@@ -236,7 +238,8 @@ class Rings(NamedTuple):
     state: Any  # the one before the chunk, and then the decayed gradient of the one after it
     weights: Any  # of do with v
     own: Any  # RWKV-6: a row's pair with itself, by u and by do and v
-    upto: Any  # masks
+    lower: Any  # masks
+    upto: Any
     before: Any
     endings: Any
     begins: Any
@@ -275,6 +278,20 @@ def _sum_parts(x, tile, dg, MORE: gl.constexpr):
 def _halvings(tg, tile, narrow):
     found = warpgroup_mma(tg, tile, narrow, use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=(found,)) * LOG2E
+
+
+@gluon.jit
+def _store_decayed(to, found, tg, tile, FACTOR: gl.constexpr, scale):
+    """Stores what a row has, times its decay, or the inverse, by halves of the rows."""
+    NARROW: gl.constexpr = sums_layout(C // 2)
+    narrow = gl.zeros([HALF, C // 2], gl.float32, NARROW)
+    parts = column_chunks(found, 2)
+    for part in gl.static_range(2):
+        rows = tile.slice(part * (C // 2), C // 2, 0).permute((1, 0))
+        since = warpgroup_mma(tg, rows, narrow, use_acc=False, is_async=True)
+        since = warpgroup_mma_wait(0, deps=(since,))
+        x = gl.convert_layout(parts[part], NARROW) * (scale * power(since * FACTOR))
+        to.slice(part * (C // 2), C // 2, 1).store(x.to(to.dtype))
 
 
 @gluon.jit
@@ -365,6 +382,7 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
         if PARTS == 2:
             other, more = _turn(flat(rings.state.index(PARTS * ME + 1)), other, whole)
             held += more
+        dg += gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]  # now: later it would hold the state's tile
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.turned.index(0), count=1)
@@ -373,12 +391,14 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
         dg = warpgroup_mma_wait(0, deps=(dg,))
         found = warpgroup_mma(tk, tw.permute((1, 0)), found, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
-        found *= scale * power(_halvings(tg, strict, narrow))
         if SHIFT:
+            found *= scale * power(_halvings(tg, strict, narrow))
             both = rings.own.index(1).load(gl.SliceLayout(0, NARROW))[None, :]
             found += both * u * of_k.to(gl.float32)
             of_bonus += gl.sum(both * of_q.to(gl.float32) * of_k.to(gl.float32), 1)
-        flat(tdq).permute((1, 0)).store(found.to(kind))
+            flat(tdq).permute((1, 0)).store(found.to(kind))
+        else:
+            _store_decayed(flat(tdq).permute((1, 0)), found, tg, rings.lower, LOG2E, scale)
         fence_async_shared()
         barrier()
         store(maps.dq, at, tdq)
@@ -392,8 +412,8 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
             dg -= x.to(gl.float32)  # its own pairs do not cross a gate
         found = warpgroup_mma(tq, tw, found, is_async=True)
         found = warpgroup_mma_wait(0, deps=(found,))
-        found *= power(-_halvings(tg, rings.upto, narrow))
         if SHIFT:
+            found *= power(-_halvings(tg, rings.upto, narrow))
             found += both * u * of_q.to(gl.float32)
         pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage)), state, is_async=True)
         state = warpgroup_mma_wait(0, deps=(pending,))
@@ -402,9 +422,12 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
             other = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
         mbarrier.arrive(rings.used.index(0), count=1)
-        tg.store((dg + gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]).to(kind))
         mbarrier.wait(rings.done.index(0), step & 1)
-        tk.store(found.to(kind))
+        if SHIFT:
+            tk.store(found.to(kind))
+        else:
+            _store_decayed(tk, found, tg, rings.lower, -LOG2E, 1.0)
+        tg.store(dg.to(kind))
         fence_async_shared()
         barrier()
         store(maps.dk, at, rings.k.index(part))
@@ -534,13 +557,14 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
     v, do = ring(maps.v, PARTS * STAGES), ring(maps.do, PARTS * STAGES)
     dq, state = ring(maps.dq, PARTS), ring(maps.states, PARTS * PARTS)
     weights = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-    upto = _mask(kind, 0, SHIFT)
+    lower = _mask(kind, 4, SHIFT)
+    upto = lower.permute((1, 0))
     own, before, endings, begins = upto, upto, upto, upto
     if SHIFT:
         own = gl.allocate_shared_memory(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         before, endings, begins = _mask(kind, 1, SHIFT), _mask(kind, 2, SHIFT), _mask(kind, 3, SHIFT)
     rings = Rings(
-        q, k, v, g, do, dq, state, weights, own, upto, before, endings, begins, ones_tile(kind),
+        q, k, v, g, do, dq, state, weights, own, lower, upto, before, endings, begins, ones_tile(kind),
         make_barriers(STAGES, 1), make_barriers(1, 1), make_barriers(1, 1), make_barriers(1, PARTS),
         make_barriers(1, PARTS), make_barriers(1, PARTS), make_barriers(1, PARTS), make_barriers(1, 1),
         make_barriers(STAGES, PARTS + 1),
@@ -555,7 +579,7 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
                 (_fill, (maps, chains, rings, PARTS)),
             ],
             [4, 4, 1],
-            [208, 72, 24],
+            [200, 88, 24],
         )
     else:
         gl.warp_specialize(
