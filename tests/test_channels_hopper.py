@@ -165,10 +165,10 @@ def test_backward_as_python(case: str, seed: int) -> None:
     marked, states = torch.zeros(parts, N, HV, dtype=torch.int32), torch.zeros(kept, D, D)
     rows, flat = (q, k, v, g, do, *(found[n] for n in "qkvg")), states.view(-1, D)
     maps = gradients.GradientMaps(*(Map(t, 64, packed) for t in rows), Map.of(flat, [C, C]))
-    whole = maps._replace(v=Map(v, D, packed), states=Map.of(flat, [C, D]))
+    whole = maps._replace(v=Map(v, D, packed))
     pointer = lambda t: None if t is None else Pointer(t)  # noqa: E731
     marks = gradients.Backward(
-        Pointer(marked), Pointer(strong), pointer(first), None, None, None, pointer(cu_seqlens), T,
+        Pointer(marked), Pointer(strong), Pointer(states), pointer(first), None, None, None, pointer(cu_seqlens), T,
         HV, 1, chunks,
     )  # fmt: skip
     chains = marks._replace(
@@ -177,7 +177,7 @@ def test_backward_as_python(case: str, seed: int) -> None:
     )  # fmt: skip
     for program in range(N * HV):
         turns = Turns(random.Random(100 * seed + program))
-        names_of(turns, program, N * HV)["mark_states"](marks, whole, parts, 3)
+        names_of(turns, program, N * HV)["mark_states"](marks, whole, parts, 4 if D == 128 else 3)
     for program in range(N * HV):
         turns = Turns(random.Random(100 * seed + program))
         names_of(turns, program, N * HV)["gradient_chains"](chains, maps, 0.5, parts, 2)

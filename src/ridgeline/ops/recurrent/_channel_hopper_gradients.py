@@ -49,12 +49,13 @@ class GradientMaps(NamedTuple):
     dk: Any
     dv: Any
     dg: Any
-    states: Any  # (chunks * K, V): before chunks
+    states: Any  # (all chunks * K, V): before chunks
 
 
 class Backward(NamedTuple):
     left: Any  # (sequences, heads): 1 where the gates are too strong, written by the second kernel
     strong: Any  # the same of the first chunk, written before, and then by the first kernel of a part of the channels
+    states: Any  # before chunks, (all chunks, K, V)
     first: Any  # (sequences, heads, K, V) in float32 or None: the state, or its gradient after the last token
     last: Any  # the gradient of the first state, or None
     bonus: Any  # (heads of k, K) or None
@@ -87,18 +88,24 @@ def _room(chains, spot):
 
 
 @gluon.jit
-def _state_at(ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+def _places(WIDTH: gl.constexpr, V: gl.constexpr):
+    """Where a warpgroup's rows of a state lie, from their first number on."""
     LAYOUT: gl.constexpr = sums_layout(WIDTH)
-    row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = PART * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.program_id(0).to(gl.int64) * (K * V) + (row * V + column)
+    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    return row * V + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def _state_at(state, ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
+    first = gl.program_id(0).to(gl.int64) * (K * V) + (ME * HALF * V + PART * WIDTH)
+    return state + first + _places(WIDTH, V)
 
 
 @gluon.jit
 def _first_state(chains, ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constexpr, K: gl.constexpr, V: gl.constexpr):
     state = gl.zeros([HALF, WIDTH], gl.float32, sums_layout(WIDTH))
     if chains.first is not None:
-        state = gl.load(chains.first + _state_at(ME, PART, WIDTH, K, V))
+        state = gl.load(_state_at(chains.first, ME, PART, WIDTH, K, V))
     return state
 
 
@@ -139,7 +146,7 @@ class MarkRings(NamedTuple):
 
 
 @gluon.jit
-def _mark(ME: gl.constexpr, maps, chains, rings, outs, PARTS: gl.constexpr):
+def _mark(ME: gl.constexpr, maps, chains, rings, PARTS: gl.constexpr):
     STAGES: gl.constexpr = rings.v.type.shape[0]
     V: gl.constexpr = maps.v.block_type.shape[-1]
     kind: gl.constexpr = maps.k.dtype
@@ -149,16 +156,13 @@ def _mark(ME: gl.constexpr, maps, chains, rings, outs, PARTS: gl.constexpr):
     spot = spot_of(chains)
     narrow, thin = gl.zeros([HALF, C], gl.float32, NARROW), gl.zeros([HALF, 8], gl.float32, THIN)
     state = _first_state(chains, ME, 0, V, PARTS * HALF, V)
-    room, out = _room(chains, spot), outs.index(ME)
+    places = _places(V, V)
+    mark = chains.states + (_room(chains, spot).to(gl.int64) * PARTS + ME) * (HALF * V)
     strong = gl.zeros([HALF], gl.int32, gl.SliceLayout(1, THIN))
     for t in range(spot.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
-        tma.store_wait(0)
-        barrier()
-        out.store(state.to(kind))
-        fence_async_shared()
-        barrier()
-        store(maps.states, [((room + t) * PARTS + ME) * HALF, 0], out)
+        gl.store(mark + places, state.to(kind))  # leaves by itself: through the copy engine it would be waited for
+        mark += PARTS * HALF * V
         mbarrier.wait(rings.ready.index(stage), odd)
         tg = flat(rings.g.index(PARTS * stage + ME)).permute((1, 0))
         since = warpgroup_mma(tg, rings.upto, narrow, use_acc=False, is_async=True)
@@ -174,7 +178,6 @@ def _mark(ME: gl.constexpr, maps, chains, rings, outs, PARTS: gl.constexpr):
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
         state *= whole
-    tma.store_wait(0)
     found = gl.where(spot.count < 0, 1, gl.max(strong, 0))
     gl.store(chains.left + (ME * gl.num_programs(0) + gl.program_id(0)), found)
 
@@ -203,13 +206,13 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
     kind: gl.constexpr = maps.k.dtype
     k, v, g = ring(maps.k, PARTS * STAGES), ring(maps.v, STAGES), ring(maps.g, PARTS * STAGES)
     ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)
-    rings, outs = MarkRings(k, v, g, _mask(kind, 0, False), ones_tile(kind), ready, free), ring(maps.states, PARTS)
+    rings = MarkRings(k, v, g, _mask(kind, 0, False), ones_tile(kind), ready, free)
     fence_async_shared()
     if PARTS == 2:
         gl.warp_specialize(
             [
-                (_mark, (0, maps, chains, rings, outs, PARTS)),
-                (_mark, (1, maps, chains, rings, outs, PARTS)),
+                (_mark, (0, maps, chains, rings, PARTS)),
+                (_mark, (1, maps, chains, rings, PARTS)),
                 (_fill_marks, (maps, chains, rings, PARTS)),
             ],
             [4, 1],
@@ -218,7 +221,7 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
     else:
         gl.warp_specialize(
             [
-                (_mark, (0, maps, chains, rings, outs, PARTS)),
+                (_mark, (0, maps, chains, rings, PARTS)),
                 (_fill_marks, (maps, chains, rings, PARTS)),
             ],
             [1],
@@ -281,6 +284,50 @@ def _halvings(tg, tile, narrow):
 
 
 @gluon.jit
+def _whole_decay(tg, rings, LAYOUT: gl.constexpr):
+    """The chunk's decay, a number for each channel."""
+    thin = gl.zeros([HALF, 8], gl.float32, sums_layout(8))
+    total = warpgroup_mma(tg, rings.ones.permute((1, 0)), thin, use_acc=False, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    return gl.convert_layout(power(gl.max(total, 1) * LOG2E), gl.SliceLayout(1, LAYOUT))[:, None]
+
+
+@gluon.jit
+def _decay_rows(tq, tk, tg, rings, scale, narrow, SHIFT: gl.constexpr):
+    """Gives q and k their decays, in place."""
+    LAYOUT: gl.constexpr = narrow.type.layout
+    kind: gl.constexpr = tq.dtype
+    until = _halvings(tg, rings.upto, narrow)
+    since = until
+    if SHIFT:
+        since = _halvings(tg, rings.before, narrow)
+    tq.store((tq.load(LAYOUT).to(gl.float32) * (scale * power(since))).to(kind))
+    tk.store((tk.load(LAYOUT).to(gl.float32) * power(-until)).to(kind))
+
+
+@gluon.jit
+def _pairs_of_gates(tq, tk, rings, narrow, SHIFT: gl.constexpr):
+    """Of the chunk's own pairs those that lie on both sides of a gate, as the differences that
+    `_gradients_at_once` in `_channels.py` describes."""
+    LAYOUT: gl.constexpr = narrow.type.layout
+    tw = flat(rings.weights)
+    y = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    pair = warpgroup_mma(tk, tw.permute((1, 0)), narrow, use_acc=False, is_async=True)
+    pair = warpgroup_mma_wait(0, deps=(pair,))
+    found = tq.load(LAYOUT).to(gl.float32) * pair
+    pair = warpgroup_mma(tq, tw, narrow, use_acc=False, is_async=True)
+    pair = warpgroup_mma_wait(0, deps=(pair,))
+    if SHIFT:
+        dg = _sum_parts(found, rings.endings, narrow, False)
+        dg = _sum_parts(tk.load(LAYOUT).to(gl.float32) * pair, rings.begins, dg, True)
+    else:  # a sum of all in the first half leaves the pairs that end or begin before
+        found -= tk.load(LAYOUT).to(gl.float32) * pair
+        dg = _sum_parts(found, rings.lower, narrow, False)
+        dg -= gl.where(y < C // 2, gl.sum(gl.where(y == 0, dg, 0.0), 1)[:, None], 0.0)
+    return dg
+
+
+@gluon.jit
 def _store_decayed(to, found, tg, tile, FACTOR: gl.constexpr, scale):
     """Stores what a row has, times its decay, or the inverse, by halves of the rows."""
     NARROW: gl.constexpr = sums_layout(C // 2)
@@ -324,10 +371,8 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
     kind: gl.constexpr = maps.k.dtype
     SHIFT: gl.constexpr = chains.bonus is not None
     NARROW: gl.constexpr = sums_layout(C)
-    THIN: gl.constexpr = sums_layout(8)
     spot = _spot(chains, PARTS)
-    narrow, thin = gl.zeros([HALF, C], gl.float32, NARROW), gl.zeros([HALF, 8], gl.float32, THIN)
-    y = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
+    narrow = gl.zeros([HALF, C], gl.float32, NARROW)
     state = _first_state(chains, ME, 0, HALF, K, K)
     if PARTS == 2:
         other = _first_state(chains, ME, 1, HALF, K, K)
@@ -344,38 +389,19 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
         mbarrier.wait(rings.ready.index(stage), odd)
         tq, tk, tg = flat(rings.q.index(part)), flat(rings.k.index(part)), flat(rings.g.index(part))
         tq, tk, tg = tq.permute((1, 0)), tk.permute((1, 0)), tg.permute((1, 0))
-        total = warpgroup_mma(tg, rings.ones.permute((1, 0)), thin, use_acc=False, is_async=True)
-        total = warpgroup_mma_wait(0, deps=(total,))
-        until = _halvings(tg, rings.upto, narrow)
         tma.store_wait(0)  # the chunk before has left
         barrier()
         mbarrier.arrive(rings.free.index((step + STAGES - 1) % STAGES), count=1, pred=step > 0)
+        whole = _whole_decay(tg, rings, NARROW)
         if SHIFT:
-            since = _halvings(tg, rings.before, narrow)
             of_q, of_k = tq.load(NARROW), tk.load(NARROW)
             rings.own.index(0).store(scale * gl.sum(of_q.to(gl.float32) * of_k.to(gl.float32) * u, 0))
-            tq.store((of_q.to(gl.float32) * (scale * power(since))).to(kind))
-            tk.store((of_k.to(gl.float32) * power(-until)).to(kind))
-        else:
-            tq.store((tq.load(NARROW).to(gl.float32) * (scale * power(until))).to(kind))
-            tk.store((tk.load(NARROW).to(gl.float32) * power(-until)).to(kind))
-        whole = gl.convert_layout(power(gl.max(total, 1) * LOG2E), gl.SliceLayout(1, NARROW))[:, None]
+        _decay_rows(tq, tk, tg, rings, scale, narrow, SHIFT)
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.given.index(0), count=1)
         mbarrier.wait(rings.weighed.index(0), step & 1)
-        pair = warpgroup_mma(tk, tw.permute((1, 0)), narrow, use_acc=False, is_async=True)
-        pair = warpgroup_mma_wait(0, deps=(pair,))
-        found = tq.load(NARROW).to(gl.float32) * pair
-        pair = warpgroup_mma(tq, tw, narrow, use_acc=False, is_async=True)
-        pair = warpgroup_mma_wait(0, deps=(pair,))
-        if SHIFT:
-            dg = _sum_parts(found, rings.endings, narrow, False)
-            dg = _sum_parts(tk.load(NARROW).to(gl.float32) * pair, rings.begins, dg, True)
-        else:  # a sum of all in the first half leaves the pairs that end or begin before
-            found -= tk.load(NARROW).to(gl.float32) * pair
-            dg = _sum_parts(found, rings.upto.permute((1, 0)), narrow, False)
-            dg -= gl.where(y < C // 2, gl.sum(gl.where(y == 0, dg, 0.0), 1)[:, None], 0.0)
+        dg = _pairs_of_gates(tq, tk, rings, narrow, SHIFT)
         mbarrier.wait(rings.loaded.index(0), step & 1)
         found = _turned(rings, stage, 0, ME, PARTS, narrow)
         state, held = _turn(flat(rings.state.index(PARTS * ME)), state, whole)
@@ -434,9 +460,9 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
         store(maps.dg, at, rings.g.index(part))
     if spot.count >= 0:
         if chains.last is not None:
-            gl.store(chains.last + _state_at(ME, 0, HALF, K, K), state)
+            gl.store(_state_at(chains.last, ME, 0, HALF, K, K), state)
             if PARTS == 2:
-                gl.store(chains.last + _state_at(ME, 1, HALF, K, K), other)
+                gl.store(_state_at(chains.last, ME, 1, HALF, K, K), other)
         if SHIFT:  # noqa: SIM102  # decided at compile time
             if spot.count > 0:
                 gl.store(chains.of_bonus + (_room(chains, spot) * HALF + depth), of_bonus)
