@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+import ridgeline
+from ridgeline import boundary, tuning
+from ridgeline import device as devices
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent import _calls, _channel_hopper
 from ridgeline.ops.recurrent import _channel_hopper_chains as kernels
 from ridgeline.ops.recurrent import _channel_hopper_gradients as gradients
 from ridgeline.ops.recurrent._calls import Given, recurrence
 from ridgeline.tiles import warpgroup
-from warps import Barrier, Pointer, Shared, Turns, define, language, nbytes, registers
+from warps import Barrier, Pointer, Shared, Turns, define, language, registers
 
 C = 64
 
@@ -46,10 +50,10 @@ def chosen(c: Any, x: Any, y: Any) -> Any:
     return registers(found) if found.dim() else found.item()
 
 
-def names_of(turns: Turns, program: int, programs: int = 1) -> dict[str, Any]:
+def names_of(turns: Turns, program: int, programs: int = 1, *more: Any) -> dict[str, Any]:
     """The names that the kernels' sources use."""
     names = language(turns)
-    define(names, warpgroup, kernels, gradients)
+    define(names, warpgroup, kernels, *more)
     facts = "C", "HALF", "SPAN", "LOG2E"
     names |= {n: getattr(kernels, n).value for n in facts} | {"FAR": TensorMap.FAR}
 
@@ -65,7 +69,6 @@ def names_of(turns: Turns, program: int, programs: int = 1) -> dict[str, Any]:
     gl.where, gl.load, gl.store = chosen, read, put
     gl.program_id = lambda axis: program
     gl.num_programs = lambda axis: programs
-    gl.max_contiguous = gl.multiple_of = lambda x, numbers: x
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype))
     gl.warp_specialize = lambda works, *_: turns.run([lambda f=f, args=args: f(*args) for f, args in works])
     names |= {
@@ -74,7 +77,6 @@ def names_of(turns: Turns, program: int, programs: int = 1) -> dict[str, Any]:
         "operand_layout": lambda x: None,
         "sums_layout": lambda x: None,
         "power": torch.exp2,
-        "column_chunks": lambda x, count: x.chunk(count, 1),
         "upper_half": lambda x: x,
     }
     return names
@@ -177,10 +179,10 @@ def test_backward_as_python(case: str, seed: int) -> None:
     )  # fmt: skip
     for program in range(N * HV):
         turns = Turns(random.Random(100 * seed + program))
-        names_of(turns, program, N * HV)["mark_states"](marks, whole, parts, 4 if D == 128 else 3)
+        names_of(turns, program, N * HV, gradients)["mark_states"](marks, whole, parts, 4 if D == 128 else 3)
     for program in range(N * HV):
         turns = Turns(random.Random(100 * seed + program))
-        names_of(turns, program, N * HV)["gradient_chains"](chains, maps, 0.5, parts, 2)
+        names_of(turns, program, N * HV, gradients)["gradient_chains"](chains, maps, 0.5, parts, 2)
     expected = torch.zeros_like(left)
     if seed == 2:
         expected[-1, -1] = 1
@@ -189,3 +191,76 @@ def test_backward_as_python(case: str, seed: int) -> None:
         found["u"] = found["u"].view(-1, HV, chunks, D).sum((0, 2))
         for name in true:
             assert error(found[name], true[name]) < 2e-5, name
+
+
+def started(card: str, D: int = 128, kind: torch.dtype = torch.bfloat16, gate: torch.dtype | None = None,
+            step: int = 0, heads: int = 16) -> set[str]:  # fmt: skip
+    """The names of the kernels of a forward pass on that card; rows of v are `step` elements longer than D."""
+    q, k, o = (torch.empty((8, 4096, heads, D), dtype=kind, device="meta") for _ in range(3))
+    v = torch.empty((8, 4096, heads, D + step), dtype=kind, device="meta")[..., :D]
+    g = torch.empty_like(q, dtype=gate or kind)
+    last = torch.empty((8, heads, D, D), device="meta")
+    seen: list[boundary.Launch] = []
+    with devices.pretend(card), boundary.observe(seen.append):
+        _calls.KERNEL["fwd"](o, last, q, k, v, g, None, None, None, 1.0, "ieee")
+    return {launch.kernel.__name__ for launch in seen}
+
+
+@pytest.mark.kernels
+def test_calls_that_they_serve() -> None:
+    """bfloat16 with 64 or 128 channels and columns, enough chains, and rows that TMA takes, on Hopper."""
+    ours, others = {"find_strong", "forward_chains"}, {"own_pairs_at_once"}
+    for card in ("h100", "h200"):
+        for D in (64, 128):
+            assert ours <= started(card, D)
+    assert ours <= started("h200", step=8)
+    assert others <= started("h200", step=4)
+    assert others <= started("h200", heads=4)
+    assert others <= started("h200", gate=torch.float32)
+    assert not started("h200", 256) & ours
+    assert not started("h200", kind=torch.float16) & ours
+    assert not started("b200") & ours
+
+
+def test_constants() -> None:
+    assert (_channel_hopper.SPAN, _channel_hopper.ROWS) == (kernels.SPAN.value, kernels.C.value)
+    assert _channel_hopper.HALF == kernels.HALF.value
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, "strong gates"])
+@pytest.mark.parametrize("name", ["gated_linear_attention", "rwkv6"])
+def test_results_and_bits(case: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits."""
+    (B, T, _, H, _), given = CASES.get(case, ((2, 200, 1, 2, 128), {"states": True}))
+    D = 64 if name == "rwkv6" else 128
+    dice = torch.Generator().manual_seed(0)
+    args = inputs(B, T, H, H, D, dice)
+    if case == "strong gates":
+        args[3][0, 70, 1, 3], args[3][1, 199, 0], args[3][1, 3:9, 1] = -60.0, -80.0, -5.0
+    if name == "rwkv6":
+        args.append(torch.randn(H, D, generator=dice))
+    ends = given.get("ends")
+    N = B if ends is None else len(ends) - 1
+    if given.get("states"):
+        args.append(torch.randn(N, H, D, D, generator=dice))
+    packed = {} if ends is None else {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
+    incoming, change = torch.randn(args[2].shape, generator=dice), torch.randn(N, H, D, D, generator=dice)
+    monkeypatch.setattr(_channel_hopper, "enough", lambda *_: True)
+    monkeypatch.setattr(tuning, "version", -60 - list(CASES).index(case) if case in CASES else -70)
+
+    def run(impl: str, kind: torch.dtype) -> list[torch.Tensor]:
+        wide = torch.promote_types(kind, torch.float32)
+        leaves = [a.to(device, wide if a.dim() == 4 and a.shape[1:] == (H, D, D) else torch.bfloat16) for a in args]
+        leaves = [a.to(wide if a.dtype == wide else kind).requires_grad_() for a in leaves]
+        more: dict[str, Any] = {"initial_state": leaves[-1]} if given.get("states") else {}
+        rows = leaves[:-1] if more else leaves
+        found = getattr(ridgeline, name)(*rows, impl=impl, return_state=True, **more, **packed)
+        back = [incoming.to(device, torch.bfloat16).to(kind), change.to(device, found[1].dtype)]
+        return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, back)]
+
+    found = run("triton", torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(found, run("triton", torch.bfloat16), strict=True))
+    for n, (one, other) in enumerate(zip(found, run("naive", torch.float64), strict=True)):
+        assert one.isfinite().all(), n
+        assert error(one, other) < 6e-3, n
