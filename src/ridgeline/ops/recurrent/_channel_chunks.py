@@ -21,9 +21,9 @@ from ridgeline.ops.recurrent._channels import (
     own_pairs,
     own_pairs_at_once,
     scan_channels,
+    write_masks,
 )
 from ridgeline.ops.recurrent._delta import Packing
-from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None

@@ -28,6 +28,7 @@ from ridgeline.ops.recurrent._levels import (
     split_gates,
     whole_sums,
 )
+from ridgeline.ops.recurrent._levels import write_masks as write_masks  # fills `Masks`, for who starts these kernels
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, finish, first_state, tile_at
 
 
