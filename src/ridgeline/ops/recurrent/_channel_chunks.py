@@ -9,6 +9,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
+from ridgeline.ops.recurrent import _channel_hopper as hopper
 from ridgeline.ops.recurrent import _chunks
 from ridgeline.ops.recurrent._channels import (
     Masks,
@@ -20,9 +21,9 @@ from ridgeline.ops.recurrent._channels import (
     own_pairs,
     own_pairs_at_once,
     scan_channels,
+    write_masks,
 )
 from ridgeline.ops.recurrent._delta import Packing
-from ridgeline.ops.recurrent._levels import write_masks
 from ridgeline.ops.recurrent._scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None
@@ -138,20 +139,20 @@ def make_masks(plan: Plan) -> Masks:
     return made
 
 
-def own_weights(plan: Plan) -> Prepared:
-    """Makes q and k with their decays and their weights."""
+def own_weights(plan: Plan, left: Maybe = None) -> Prepared:
+    """Makes q and k with their decays and their weights; with `left`, where it is 1."""
     call, form, grid = plan.call, plan.form, plan.grid
     fresh: dict[str, Any] = {"dtype": call.q.dtype, "device": call.q.device}
     of_q, of_k = (torch.empty((*grid, form.C, form.K), **fresh) for _ in range(2))
     sums = torch.empty((*grid, form.K), dtype=torch.float32, device=call.q.device)
-    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums)
+    made = Prepared(torch.empty((*grid, form.C, form.C), **fresh), of_q, of_k, sums, left)
     args = *(call.rows(t) for t in (call.q, call.k, call.g) if t is not None), call.u
     gpu = device.of(call.q)
     tiles = pair_tiles(gpu, form.K, form.V)
     programs, count = gpu.multiprocessors * tiles.programs, plan.chunks
     room = torch.empty((programs, form.C, form.K), dtype=torch.float32, device=call.q.device)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    if form.SPAN and (once := once_pair_tiles(gpu, form.K)):
+    if left is None and form.SPAN and (once := once_pair_tiles(gpu, form.K)):
         form = form._replace(APART=True)
         sizes = form._replace(BS=once.channels)
         launch(own_pairs_at_once, (count,), *args, made, plan.packing, form=sizes, num_stages=1, **once.facts)
@@ -194,7 +195,8 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     call = _chunks.Call(*inputs)
     plan = prepare(call)
-    made = own_weights(plan)
+    left = hopper.forward(plan, o, last) if hopper.serves(call) else None
+    made = own_weights(plan, left)
     scan(plan, made, ChannelPass(made.q, made.k, call.v, o, True, False, call.first, last))
 
 
@@ -212,7 +214,10 @@ def bwd(
     ends, partial = torch.empty((*grid, form.K), **fresh), None
     if du is not None:
         partial = torch.zeros((v.shape[0], v.shape[2], grid[0], form.K), **fresh)
-    made = own_weights(plan)
+    left = None
+    if dg is not None and hopper.serves_backward(call, do, dq, dk, dv, dg):
+        left = hopper.backward(plan, (dq, dk, dv, dg), partial, marks, do, dlast, dfirst)
+    made = own_weights(plan, left)
     scan(plan, made, ChannelPass(do, v, made.k, dq, False, False, call.first, None, marks))
     scan(plan, made, ChannelPass(v, do, made.q, dk, False, True, dlast, None, marks, ends))
     scan(plan, made, ChannelPass(made.k, made.q, do, dv, True, True, dlast, dfirst))
@@ -220,8 +225,8 @@ def bwd(
     rows = *(call.rows(t) for t in (q, k, v, call.g) if t is not None), call.u, call.rows(do)
     tiles = gradient_tiles(device.of(q), form.K, form.V)
     form = form._replace(BS=tiles.channels, BV=tiles.columns)
-    args = *rows, Own(dq, dk, dg, ends, partial, made.sums), make_masks(plan), plan.packing, call.scale
-    if (once := once_tiles(device.of(q), form.K, form.V)) and form.SPAN:
+    args = *rows, Own(dq, dk, dg, ends, partial, made.sums, left), make_masks(plan), plan.packing, call.scale
+    if left is None and form.SPAN and (once := once_tiles(device.of(q), form.K, form.V)):
         form = form._replace(APART=True)
         sizes = form._replace(BS=once.channels, BV=once.columns)
         launch(own_gradients_at_once, (plan.chunks,), *args, form=sizes, num_stages=1, **once.facts)

@@ -28,6 +28,7 @@ from ridgeline.ops.recurrent._levels import (
     split_gates,
     whole_sums,
 )
+from ridgeline.ops.recurrent._levels import write_masks as write_masks  # fills `Masks`, for who starts these kernels
 from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, finish, first_state, tile_at
 
 
@@ -53,6 +54,7 @@ class Prepared(NamedTuple):
     q: Any  # times its decay since the chunk began, (C, K)
     k: Any  # times its decay until the chunk ends
     sums: Any  # of the gates, (K,) in float32
+    left: Any = None  # (sequences, heads): the kernels serve those marked 1 alone; None: all
 
 
 class Own(NamedTuple):
@@ -61,10 +63,11 @@ class Own(NamedTuple):
 
     q: Any
     k: Any
-    g: Any  # float32
+    g: Any
     ends: Any  # of all chunks: states times the later chunks' gradient of them, summed over v, float32
     bonus: Any  # each chunk's part of du (chunks, heads, K), or None
     sums: Any = None  # of all chunks: the sums of their gates, (K,) in float32
+    left: Any = None  # as in `Prepared`
 
 
 class Masks(NamedTuple):
@@ -102,13 +105,28 @@ def _find(packing, spot):
 
 
 @triton.jit
+def _any(marks, count):
+    """Whether one of them is 1."""
+    found = tl.zeros([1024], tl.int32)
+    for base in range(0, count, 1024):
+        at = base + tl.arange(0, 1024)
+        found |= tl.load(marks + at, mask=at < count, other=0)
+    return tl.max(found, 0)
+
+
+@triton.jit
 def own_pairs(q, k, gate, bonus, made, packing, room, count, form: tl.constexpr):
     """What the scans need of all chunks: the weights of q with k, q and k with their decays, and the gates' sums.
 
     room: (programs, C, K) in float32. count: of chunks."""
+    if made.left is not None:  # noqa: SIM102  # decided at compile time
+        if _any(made.left, packing.sequences * packing.heads) == 0:
+            return
     for spot in range(tl.program_id(0), count, tl.num_programs(0)):
         n, h, start, tokens, first = _find(packing, spot)
         rest = first < tokens
+        if made.left is not None:
+            rest = rest & (tl.load(made.left + n * packing.heads + h) != 0)
         if form.APART:
             rest = rest & (_in_range(made.sums, spot, form) == 0)
         if rest:
@@ -325,6 +343,9 @@ def own_gradients(q, k, v, gate, bonus, do, grads, masks, packing, scale, form: 
     n, h, start, tokens, first = _find(packing, spot)
     if first >= tokens:
         return
+    if grads.left is not None:  # noqa: SIM102  # decided at compile time
+        if tl.load(grads.left + n * packing.heads + h) == 0:
+            return
     if form.APART and (first + form.C <= tokens) & _in_range(grads.sums, spot, form):
         return
     C: tl.constexpr = form.C
@@ -490,6 +511,9 @@ def scan_channels(
     columns = part * form.BN + tl.arange(0, form.BN)
     pair = tl.program_id(1)
     n, h = pair // packing.heads, pair % packing.heads
+    if made.left is not None:  # noqa: SIM102  # decided at compile time
+        if tl.load(made.left + pair) == 0:
+            return
     start, tokens = find_span(packing, n)
     depth, inner = tl.arange(0, form.BD), tl.arange(0, form.C)
     wide: tl.constexpr = form.BD if form.INSIDE else form.BN
