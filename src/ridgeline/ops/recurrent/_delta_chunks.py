@@ -359,7 +359,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
     facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     grid = count, plan.parallel[1]
-    if plan.hopper and call.v.dtype == torch.bfloat16:
+    if plan.hopper and plan.form.GATE == 1 and call.v.dtype == torch.bfloat16:
         hopper.start_gradients(grid, call, rows.data, matrices, states, grads, packing)
     elif plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
