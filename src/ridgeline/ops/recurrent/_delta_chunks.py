@@ -375,6 +375,12 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
             wide = once["form"]._replace(BV=max(16, triton.next_power_of_2(plan.form.V)))
             args = q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing, call.scale
             launch(gradients_at_once, grid, *args, **(once | {"form": wide}))
+        elif once and plan.hopper and hopper.serves_channels(call, grads):
+            least = 2.0 ** -once["form"].HALVINGS
+            hopper.start_channel_gradients(grid, call, rows.data, matrices, states, grads, packing, least)
+        else:
+            once = None
+        if once:
             count = apart(device.of(call.v), grid)
             facts["form"], grid = facts["form"]._replace(APART=count), (-(-grid[0] // count), grid[1])
         launch(

@@ -14,6 +14,7 @@ from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
+from ridgeline.ops.recurrent._delta_hopper_channels import ChannelMaps, ChannelNumbers, channel_gradients
 from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
 
 Maybe = torch.Tensor | None
@@ -89,3 +90,29 @@ def start_gradients(
     )  # fmt: skip
     facts: dict[str, Any] = {"NORMALIZE": call.normalize, "FLOAT": single, "num_warps": 4}
     launch(chunk_gradients, grid, numbers, ChunkMaps(*inputs, *squares, *made), call.scale, **facts)
+
+
+def serves_channels(call: Any, grads: Any) -> bool:
+    """Whether the kernel for gradients with a gate per channel serves chunks with mild gates of a call that `serves`
+    takes."""
+    wanted = (call.q, call.k, call.g, grads.q, grads.g)
+    return all([t.dtype == torch.bfloat16 and mapped(t) for t in wanted]) and call.g.dim() == 4
+
+
+def start_channel_gradients(
+    grid: tuple[int, int], call: Any, do: torch.Tensor, matrices: Any, states: Any, grads: Any, packing: Any,
+    least: float,
+) -> None:  # fmt: skip
+    """The gradients of q, k and the gates in chunks whose decay is at least `least` in all channels."""
+    half, heads = WIDTH // 2, call.v.shape[2]
+    rows = [_rows(t, WIDTH, call) for t in (call.q, call.k, call.g)]
+    rows += [_rows(do, half, call), _rows(grads.v, half, call), _rows(states.solved, WIDTH, call)]
+    squares = [TensorMap(t, (1, 1, 1, WIDTH, WIDTH), 128) for t in (states.before, states.later)]
+    made = [_rows(t, WIDTH, call) for t in (grads.q, grads.k, grads.g)]
+    numbers = ChannelNumbers(
+        matrices.decays, matrices.whole, packing.ends, packing.sequences, packing.tokens, packing.heads, packing.chunks,
+        packing.begin, grid[0], grid[0] * grid[1], heads // call.k.shape[2], heads // call.g.shape[2],
+    )  # fmt: skip
+    facts: dict[str, Any] = {"LEAST": least, "NORMALIZE": call.normalize, "num_warps": 8}
+    programs = min(grid[0] * grid[1], device.of(call.v).multiprocessors)
+    launch(channel_gradients, (programs,), numbers, ChannelMaps(*rows, *squares, *made), call.scale, **facts)
