@@ -127,6 +127,11 @@ def _room(packing, n, unit):
 
 
 @triton.jit
+def room_of_chunks(packing, n):
+    return _room(packing, n, packing.unit)
+
+
+@triton.jit
 def _sequence_at(packing, spot, unit):
     """The last packed sequence whose room begins at `spot` or before."""
     n, beyond = 0 * spot, 0 * spot + packing.sequences

@@ -33,6 +33,7 @@ from ridgeline.ops.recurrent._delta_channels import (
     half_pairs_by_channel,
     write_block_masks,
 )
+from ridgeline.ops.recurrent._delta_ends import end_rows
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None
@@ -389,6 +390,22 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
         )  # fmt: skip
 
 
+def _end_rows(
+    plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, wanted: tuple[bool, ...]
+) -> None:
+    """The last row's gradient of b, and with time reversed the second row's of a, where they are one number times a
+    row: RWKV-7 in half precision, where no gradient of the last state is given, and no first state."""
+    if not plan.form.LOW or plan.form.SINGLE:
+        return
+    q, k, v, a, b, g, _ = plan.tensors
+    form, N = plan.form._replace(BV=max(16, min(plan.tiles.chain, 4096 // plan.form.BK))), plan.packing.sequences
+    for reverse in wanted:
+        grad, kept = (grads.a, states.later) if reverse else (grads.b, states.before)
+        if (call.first if reverse else states.first) is None:
+            args = q, k, v, a, b, g, rows, kept, grad, plan.packing, call.scale
+            launch(end_rows, (N * call.v.shape[2],), *args, form=form, REVERSE=reverse, num_warps=4)
+
+
 def _reverse(
     plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, some: int, other: Maybe
 ) -> None:
@@ -412,6 +429,7 @@ def _reverse(
     if not some:
         walk(form, states, packing)
         _chunk_gradients(plan, call, rows, states, grads, 0, present)
+        _end_rows(plan, call, rows, states, grads, (False, True))
         return
     carry = torch.empty((*plan.pairs[1:], form.K, form.V), **_wide(call))
     first = states.first
@@ -421,7 +439,10 @@ def _reverse(
         last = states.last if begin == 0 and states.last is not None else carry
         walk(form, states._replace(first=first, last=last), packing._replace(begin=begin, span=some))
         _chunk_gradients(plan, call, rows, states, grads, begin, min(some, present - begin))
+        if begin + some >= present:  # the states before the last chunks are still there
+            _end_rows(plan, call, rows, states, grads, (False,))
         first = carry
+    _end_rows(plan, call, rows, states, grads, (True,))
 
 
 def delta_bwd(
