@@ -196,6 +196,17 @@ def _rounded(x):
 
 
 @gluon.jit
+def _exp2(x):
+    """Without subnormal numbers: a chunk's decay has none."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _inverse(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _by_states(maps, numbers, tiles, where, odd, more, after):
     """Makes the pairs; returns the parts of the state before the chunk in the gradients of q's rows and k's, the sum of
     both states' product for each channel, and the decays; and brings what comes next. after: the next chunk, if
@@ -234,7 +245,7 @@ def _by_states(maps, numbers, tiles, where, odd, more, after):
         _bring_first(maps, numbers, tiles, after, odd ^ 1)
     dq, da = column_chunks(both, 2)
     dq, da = gl.convert_layout(dq, LAYOUT), gl.convert_layout(da, LAYOUT)
-    return dq, da, held, gl.exp2(since * 1.4426950408889634)
+    return dq, da, held, _exp2(since * 1.4426950408889634)
 
 
 @gluon.jit
@@ -256,7 +267,7 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     pairs = tiles.pairs._reinterpret(kind, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
     of_q, of_k = pairs.index(0), pairs.index(1)
     mbarrier.wait(tiles.ready.index(4), odd)
-    low_c = _rounded(_turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) / late))
+    low_c = _rounded(_turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * _inverse(late)))
     left_c = gl.convert_layout(low_c, LEFT)
     found = warpgroup_mma(left_c, of_q.permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(tiles.ready.index(5), odd)
@@ -290,7 +301,7 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     db = warpgroup_mma_wait(0, deps=(db,))
     db *= whole[:, None]
     late += tiles.zero.to(gl.float32)
-    dk += _writing_factors(numbers, where, tiles.zero, LAYOUT) / late * (db + found)
+    dk += _writing_factors(numbers, where, tiles.zero, LAYOUT) * _inverse(late) * (db + found)
     own = gl.convert_layout((low_c.to(gl.float32) * db).to(kind), LEFT)
     terms = gl.convert_layout(terms, LEFT)
     sums = warpgroup_mma(terms, tiles.upto.permute((1, 0)), none, use_acc=False, is_async=True)
