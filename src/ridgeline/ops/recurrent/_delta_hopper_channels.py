@@ -27,6 +27,7 @@ from ridgeline.tiles.warpgroup import column_chunks, flat, operand_layout, unifo
 C = gl.constexpr(64)  # rows of a chunk
 WIDTH = gl.constexpr(128)  # channels, and columns of v
 HALF = gl.constexpr(64)
+SOME = gl.constexpr(32)  # rows at a time, which registers hold
 
 
 class ChannelMaps(NamedTuple):
@@ -84,8 +85,8 @@ class Tiles(NamedTuple):
     k: Any
     g: Any
     pairs: Any  # q's rows above k's
-    upto: Any  # ones for rows up to a column's
-    strict: Any  # before it
+    onward: Any  # ones for rows from a column's on
+    before_it: Any  # before it
     signs: Any
     ready: Any
     zero: Any  # that the compiler does not know
@@ -152,23 +153,24 @@ def _write_masks(tiles, kind: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     none = gl.zeros([C, C], gl.float32, LAYOUT)
     r, t = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    tiles.upto.store(gl.where(r <= t, 1.0, none).to(kind))
-    tiles.strict.store(gl.where(r < t, 1.0, none).to(kind))
+    tiles.onward.store(gl.where(r >= t, 1.0, none).to(kind))
+    tiles.before_it.store(gl.where(r < t, 1.0, none).to(kind))
     second = (t >= C // 2) & (r >= 0)
     tiles.signs.store(gl.where(second & (r >= t), 1.0, gl.where((second == 0) & (r < t), -1.0, none)).to(kind))
 
 
 @gluon.jit
-def _factors(numbers, where, ROW: gl.constexpr, zero, LAYOUT: gl.constexpr):
+def _factors(numbers, where, ROW: gl.constexpr, PART: gl.constexpr, zero, LAYOUT: gl.constexpr):
     """zero: another one keeps the compiler from holding what it has loaded before."""
-    place = numbers.decays + (where.place + zero) * (4 * C) + ROW * C
-    return gl.load(place + gl.arange(0, C, gl.SliceLayout(0, LAYOUT)))[None, :]
+    place = numbers.decays + (where.place + zero) * (4 * C) + (ROW * C + PART * SOME)
+    SIZE: gl.constexpr = LAYOUT.instr_shape[1]
+    return gl.load(place + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT)))[None, :]
 
 
 @gluon.jit
 def _writing_factors(numbers, where, zero, LAYOUT: gl.constexpr):
     """One over the lengths of k's rows, times beta."""
-    return _factors(numbers, where, 1, zero, LAYOUT) * _factors(numbers, where, 3, zero, LAYOUT)
+    return _factors(numbers, where, 1, 0, zero, LAYOUT) * _factors(numbers, where, 3, 0, zero, LAYOUT)
 
 
 @gluon.jit
@@ -208,8 +210,8 @@ def _inverse(x):
 
 @gluon.jit
 def _by_states(maps, numbers, tiles, where, odd, more, after):
-    """Makes the pairs; returns the parts of the state before the chunk in the gradients of q's rows and k's, the sum of
-    both states' product for each channel, and the decays; and brings what comes next. after: the next chunk, if
+    """Makes the pairs; returns the parts of the state before the chunk in the gradients of q's rows beside k's, the sum
+    of both states' product for each channel, and the decays; and brings what comes next. after: the next chunk, if
     `more`."""
     LAYOUT: gl.constexpr = wide_layout(C)
     BOTH: gl.constexpr = wide_layout(WIDTH)
@@ -236,25 +238,65 @@ def _by_states(maps, numbers, tiles, where, odd, more, after):
     mbarrier.wait(tiles.ready.index(3), odd)
     gates = flat(tiles.g).permute((1, 0)).load(operand_layout(LAYOUT))
     both = warpgroup_mma_wait(0, deps=(both,))
-    since = warpgroup_mma(gates, tiles.upto, none, use_acc=False, is_async=True)
+    since = warpgroup_mma(gates, tiles.onward.permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(tiles.ready.index(2), odd)
     held = gl.convert_layout(_product_sums(before, later), gl.SliceLayout(1, LAYOUT))
     since = warpgroup_mma_wait(0, deps=(since,))
     barrier()  # all have read these tiles and written the pairs
     if more:
         _bring_first(maps, numbers, tiles, after, odd ^ 1)
-    dq, da = column_chunks(both, 2)
-    dq, da = gl.convert_layout(dq, LAYOUT), gl.convert_layout(da, LAYOUT)
-    return dq, da, held, _exp2(since * 1.4426950408889634)
+    return both, held, _exp2(since * 1.4426950408889634)
 
 
 @gluon.jit
-def _through_lengths(found, tile, numbers, where, ROW: gl.constexpr, zero):
+def _part_of(tile, PART: gl.constexpr):
+    return flat(tile).slice(PART * SOME, SOME).permute((1, 0))
+
+
+@gluon.jit
+def _parts(x, COUNT: gl.constexpr):
+    """Columns of turned rows."""
+    made = column_chunks(x, COUNT)
+    converted = ()
+    for n in gl.static_range(COUNT):
+        converted = converted + (gl.convert_layout(made[n], wide_layout(SOME)),)
+    return converted
+
+
+@gluon.jit
+def _through_lengths(found, tile, numbers, where, ROW: gl.constexpr, PART: gl.constexpr, zero):
     """From the gradient of turned rows whose lengths are constants that of the rows."""
     LAYOUT: gl.constexpr = found.type.layout
-    sums = gl.sum(found * _turned(tile, LAYOUT), 0)[None, :]
-    shrink = _factors(numbers, where, ROW, zero, LAYOUT)
-    return found - _turned(tile, LAYOUT) * (shrink * shrink * sums)
+    sums = gl.sum(found * _part_of(tile, PART).load(LAYOUT).to(gl.float32), 0)[None, :]
+    shrink = _factors(numbers, where, ROW, PART, zero, LAYOUT)
+    return found - _part_of(tile, PART).load(LAYOUT).to(gl.float32) * (shrink * shrink * sums)
+
+
+@gluon.jit
+def _reading(found, state, late, tile, numbers, where, scale, ROW: gl.constexpr, PART: gl.constexpr, zero):
+    """Some rows that read, with their factor and rounded, their terms by the state, and by pairs; and their gradient."""
+    LAYOUT: gl.constexpr = found.type.layout
+    factor = late * (scale * _factors(numbers, where, ROW, PART, zero, LAYOUT))
+    rows = _part_of(tile, PART).load(LAYOUT).to(gl.float32) * factor
+    low = _rounded(rows)
+    return low, rows * state, low.to(gl.float32) * found, factor * (state + found)
+
+
+@gluon.jit
+def _rows_of_q(found, state, late, tiles, numbers, where, scale, PART: gl.constexpr, NORMALIZE: gl.constexpr):
+    low, terms, across, dq = _reading(found, state, late, tiles.q, numbers, where, scale, 0, PART, tiles.zero)
+    if NORMALIZE:
+        dq = _through_lengths(dq, tiles.q, numbers, where, 0, PART, tiles.zero)
+    _part_of(tiles.q, PART).store(dq.to(tiles.q.dtype))
+    return gl.convert_layout(low, operand_layout(found.type.layout)), _rounded(terms), across
+
+
+@gluon.jit
+def _rows_of_k(found, state, late, before, tiles, numbers, where, PART: gl.constexpr):
+    terms, across = before
+    low, more, further, dk = _reading(found, state, late, tiles.k, numbers, where, -1.0, 1, PART, tiles.zero)
+    terms = _rounded(terms.to(gl.float32) + more)
+    return gl.convert_layout(low, operand_layout(found.type.layout)), terms, across + further, dk
 
 
 @gluon.jit
@@ -263,54 +305,50 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     LEFT: gl.constexpr = operand_layout(LAYOUT)
     kind: gl.constexpr = maps.k.dtype
     none = gl.zeros([WIDTH, C], gl.float32, LAYOUT)
-    dq, dk, held, late = _by_states(maps, numbers, tiles, where, odd, more, after)
-    pairs = tiles.pairs._reinterpret(kind, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
-    of_q, of_k = pairs.index(0), pairs.index(1)
+    some = gl.zeros([WIDTH, SOME], gl.float32, wide_layout(SOME))
+    both, held, late = _by_states(maps, numbers, tiles, where, odd, more, after)
+    pairs = tiles.pairs._reinterpret(kind, [4, SOME, C], gl.NVMMASharedLayout(128, 16, 2))
     mbarrier.wait(tiles.ready.index(4), odd)
-    low_c = _rounded(_turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * _inverse(late)))
-    left_c = gl.convert_layout(low_c, LEFT)
-    found = warpgroup_mma(left_c, of_q.permute((1, 0)), none, use_acc=False, is_async=True)
+    low_c = _turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * _inverse(late))
+    low_c = _rounded(low_c)
+    left = gl.convert_layout(low_c, LEFT)
+    one = warpgroup_mma(left, pairs.index(0).permute((1, 0)), some, use_acc=False, is_async=True)
+    other = warpgroup_mma(left, pairs.index(1).permute((1, 0)), some, use_acc=False, is_async=True)
+    q0, q1, k0, k1 = _parts(both, 4)
+    late0, late1 = _parts(late, 2)
     mbarrier.wait(tiles.ready.index(5), odd)
-    found = warpgroup_mma_wait(0, deps=(found,))
-    tq = _turned(tiles.q, LAYOUT)
-    factor = late * (scale * _factors(numbers, where, 0, 0, LAYOUT))
-    low_q = _rounded(tq * factor)
-    terms = _rounded(tq * factor * dq)
-    across = low_q.to(gl.float32) * found
-    dq = factor * (dq + found)
-    if NORMALIZE:
-        dq = _through_lengths(dq, tiles.q, numbers, where, 0, tiles.zero)
-    flat(tiles.q).permute((1, 0)).store(dq.to(kind))
-    left_q = gl.convert_layout(low_q, LEFT)
-    found = warpgroup_mma(left_c, of_k.permute((1, 0)), none, use_acc=False, is_async=True)
-    found = warpgroup_mma_wait(0, deps=(found,))
-    factor = late * -_factors(numbers, where, 1, tiles.zero, LAYOUT)
-    tk = _turned(tiles.k, LAYOUT) * factor
-    low_k = _rounded(tk)
-    terms = _rounded(terms.to(gl.float32) + tk * dk)
-    across += low_k.to(gl.float32) * found
-    dk = factor * (dk + found)
-    found = warpgroup_mma(left_q, of_q, none, use_acc=False, is_async=True)
-    found = warpgroup_mma(gl.convert_layout(low_k, LEFT), of_k, found, is_async=True)
+    one = warpgroup_mma_wait(1, deps=(one,))
+    q0, terms0, across0 = _rows_of_q(one, q0, late0, tiles, numbers, where, scale, 0, NORMALIZE)
+    one = warpgroup_mma(left, pairs.index(2).permute((1, 0)), some, use_acc=False, is_async=True)
+    other = warpgroup_mma_wait(1, deps=(other,))
+    q1, terms1, across1 = _rows_of_q(other, q1, late1, tiles, numbers, where, scale, 1, NORMALIZE)
+    other = warpgroup_mma(left, pairs.index(3).permute((1, 0)), some, use_acc=False, is_async=True)
+    one = warpgroup_mma_wait(1, deps=(one,))
+    k0, terms0, across0, dk0 = _rows_of_k(one, k0, late0, (terms0, across0), tiles, numbers, where, 0)
+    other = warpgroup_mma_wait(0, deps=(other,))
+    found = warpgroup_mma(q0, pairs.index(0), none, use_acc=False, is_async=True)
+    found = warpgroup_mma(q1, pairs.index(1), found, is_async=True)
+    found = warpgroup_mma(k0, pairs.index(2), found, is_async=True)
+    k1, terms1, across1, dk1 = _rows_of_k(other, k1, late1, (terms1, across1), tiles, numbers, where, 1)
+    found = warpgroup_mma(k1, pairs.index(3), found, is_async=True)
     found = warpgroup_mma_wait(0, deps=(found,))
     later, u = flat(tiles.later), flat(tiles.u.index(odd))
     db = warpgroup_mma(later.permute((1, 0)), u.permute((1, 0)), none, use_acc=False, is_async=True)
-    across -= low_c.to(gl.float32) * found
-    high = _rounded(across)
-    low = _rounded(across - high.to(gl.float32))
+    away0, away1 = _parts(low_c.to(gl.float32) * found, 2)
+    across0, across1 = across0 - away0, across1 - away1
     db = warpgroup_mma_wait(0, deps=(db,))
     db *= whole[:, None]
+    sums = _sums_of_gates(tiles, gl.convert_layout(_rounded(low_c.to(gl.float32) * db), LEFT), (terms0, terms1),
+                          (across0, across1))  # fmt: skip
     late += tiles.zero.to(gl.float32)
-    dk += _writing_factors(numbers, where, tiles.zero, LAYOUT) * _inverse(late) * (db + found)
-    own = gl.convert_layout((low_c.to(gl.float32) * db).to(kind), LEFT)
-    terms = gl.convert_layout(terms, LEFT)
-    sums = warpgroup_mma(terms, tiles.upto.permute((1, 0)), none, use_acc=False, is_async=True)
-    sums = warpgroup_mma(own, tiles.strict, sums, is_async=True)
-    sums = warpgroup_mma(gl.convert_layout(high, LEFT), tiles.signs, sums, is_async=True)
-    sums = warpgroup_mma(gl.convert_layout(low, LEFT), tiles.signs, sums, is_async=True)
+    db = _writing_factors(numbers, where, tiles.zero, LAYOUT) * _inverse(late) * (db + found)
+    db0, db1 = _parts(db, 2)
+    dk0, dk1 = dk0 + db0, dk1 + db1
     if NORMALIZE:
-        dk = _through_lengths(dk, tiles.k, numbers, where, 1, tiles.zero)
-    flat(tiles.k).permute((1, 0)).store(dk.to(kind))
+        dk0 = _through_lengths(dk0, tiles.k, numbers, where, 1, 0, tiles.zero)
+        dk1 = _through_lengths(dk1, tiles.k, numbers, where, 1, 1, tiles.zero)
+    _part_of(tiles.k, 0).store(dk0.to(kind))
+    _part_of(tiles.k, 1).store(dk1.to(kind))
     sums = warpgroup_mma_wait(0, deps=(sums,))
     barrier()  # all have read the pairs and the later state
     dg_tile = tiles.pairs._reinterpret(kind, tiles.k.type.shape, tiles.k.type.layout)
@@ -323,6 +361,27 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     store(maps.dg, at, dg_tile)
     if more:
         _bring_state(maps.later, after, tiles.ready.index(2), tiles.later)
+
+
+@gluon.jit
+def _sums_of_gates(tiles, own, terms, across):
+    """Starts the sums of a chunk's gates: rows that write count before a gate, those that read from it on, and pairs in
+    two parts with their signs."""
+    NARROW: gl.constexpr = operand_layout(wide_layout(SOME))
+    kind: gl.constexpr = own.dtype
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    sums = gl.zeros([WIDTH, C], gl.float32, wide_layout(C))
+    sums = warpgroup_mma(own, tiles.before_it, sums, use_acc=False, is_async=True)
+    onward, signs = (
+        tiles.onward._reinterpret(kind, [2, SOME, C], square), tiles.signs._reinterpret(kind, [2, SOME, C], square)
+    )  # fmt: skip
+    for n in gl.static_range(2):
+        sums = warpgroup_mma(gl.convert_layout(terms[n], NARROW), onward.index(n), sums, is_async=True)
+        high = _rounded(across[n])
+        low = _rounded(across[n] - high.to(gl.float32))
+        sums = warpgroup_mma(gl.convert_layout(high, NARROW), signs.index(n), sums, is_async=True)
+        sums = warpgroup_mma(gl.convert_layout(low, NARROW), signs.index(n), sums, is_async=True)
+    return sums
 
 
 @gluon.jit
