@@ -22,6 +22,7 @@ from ridgeline.ops.recurrent._delta import (
     chain_gradients,
     chain_segments,
     chain_states,
+    end_rows,
     gradients_by_channel,
     gradients_by_token,
     pairs_by_channel,
@@ -33,7 +34,6 @@ from ridgeline.ops.recurrent._delta_channels import (
     half_pairs_by_channel,
     write_block_masks,
 )
-from ridgeline.ops.recurrent._delta_ends import end_rows
 from ridgeline.ops.recurrent._scan import Rows
 
 Maybe = torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Gradients of q, k and the gates in chunks of the delta rule with a gate per channel, in Gluon for Hopper, in bfloat16.
+"""Gradients in chunks of the delta rule with a gate per channel, of q, k and the gates, in Gluon for Hopper in bfloat16.
 
 A program goes through whole chunks with mild gates, as `_at_once.py` has them, and leaves all others. Two warpgroups
 share a chunk, each with half of the channels; all is turned, so what a product leaves in registers is the next one's
@@ -119,16 +119,24 @@ def _row_at(numbers, where, head, column):
 
 
 @gluon.jit
-def _bring_first(maps, numbers, tiles, where, odd):
-    """Rows that were seen, U, the state before the chunk, and gates."""
+def _bring_seen(maps, numbers, tiles, where):
     ready = tiles.ready.index(0)
-    mbarrier.expect(ready, 4 * maps.do.block_type.nbytes + maps.u.block_type.nbytes)
+    mbarrier.expect(ready, 4 * maps.do.block_type.nbytes)
     for part in gl.static_range(2):
         load(maps.do, _row_at(numbers, where, where.h, part * HALF), ready, tiles.seen.index(tiles.zero + 2 * part))
         load(maps.dv, _row_at(numbers, where, where.h, part * HALF), ready, tiles.seen.index(tiles.zero + 2 * part + 1))
-    load(maps.u, _row_at(numbers, where, where.h, 0), ready, tiles.u.index(odd))
-    _bring_state(maps.before, where, tiles.ready.index(1), tiles.before)
+
+
+@gluon.jit
+def _bring_early(maps, numbers, tiles, where, odd):
+    _bring_rows(maps.u, numbers, where, where.h, tiles.ready.index(6), tiles.u.index(odd))
     _bring_rows(maps.g, numbers, where, where.h // numbers.gate_group, tiles.ready.index(3), tiles.g)
+
+
+@gluon.jit
+def _bring_states(maps, tiles, where):
+    _bring_state(maps.before, where, tiles.ready.index(1), tiles.before)
+    _bring_state(maps.later, where, tiles.ready.index(2), tiles.later)
 
 
 @gluon.jit
@@ -209,10 +217,17 @@ def _inverse(x):
 
 
 @gluon.jit
+def _held_back(tile, zero):
+    """A tile's place for sums that registers do not hold, rows of the chunk by channels."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
+    return tile._reinterpret(gl.float32, [1, C, WIDTH], layout).index(zero)
+
+
+@gluon.jit
 def _by_states(maps, numbers, tiles, where, odd, more, after):
-    """Makes the pairs; returns the parts of the state before the chunk in the gradients of q's rows beside k's, the sum
-    of both states' product for each channel, and the decays; and brings what comes next. after: the next chunk, if
-    `more`."""
+    """Makes the pairs, and the part of the state before the chunk in the gradients of q's rows and of k's, which lie in
+    the place of the rows that were seen; the decays lie in the state's. Returns the first, in parts, and the sum of both
+    states' product for each channel. after: the next chunk, if `more`."""
     LAYOUT: gl.constexpr = wide_layout(C)
     BOTH: gl.constexpr = wide_layout(WIDTH)
     kind: gl.constexpr = maps.k.dtype
@@ -220,6 +235,7 @@ def _by_states(maps, numbers, tiles, where, odd, more, after):
     none = gl.zeros([WIDTH, C], gl.float32, LAYOUT)
     seen = tiles.seen._reinterpret(kind, [1, WIDTH, WIDTH], square).index(tiles.zero)
     before, later = flat(tiles.before), flat(tiles.later)
+    mbarrier.wait(tiles.ready.index(6), odd)
     mbarrier.wait(tiles.ready.index(0), odd)
     pairs = warpgroup_mma(seen, flat(tiles.u.index(odd)).permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(tiles.ready.index(1), odd)
@@ -230,8 +246,8 @@ def _by_states(maps, numbers, tiles, where, odd, more, after):
     _bring_rows(maps.k, numbers, where, where.h // numbers.group, tiles.ready.index(4), tiles.k)
     _bring_rows(maps.q, numbers, where, where.h // numbers.group, tiles.ready.index(5), tiles.q)
     pairs = warpgroup_mma_wait(1, deps=(pairs,))
-    row, j = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    row += tiles.zero
+    row = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))[:, None] + tiles.zero
+    j = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     meet = (j < row % C) | ((j == row % C) & (row < C))
     tiles.pairs.store(gl.where(meet, pairs, 0.0).to(kind))
     fence_async_shared()
@@ -244,8 +260,13 @@ def _by_states(maps, numbers, tiles, where, odd, more, after):
     since = warpgroup_mma_wait(0, deps=(since,))
     barrier()  # all have read these tiles and written the pairs
     if more:
-        _bring_first(maps, numbers, tiles, after, odd ^ 1)
-    return both, held, _exp2(since * 1.4426950408889634)
+        _bring_early(maps, numbers, tiles, after, odd ^ 1)
+    _held_back(tiles.before, tiles.zero).permute((1, 0)).store(_exp2(since * 1.4426950408889634))
+    q0, q1, k0, k1 = _parts(both, 4)
+    of_k = _held_back(tiles.seen, tiles.zero)
+    of_k.slice(0, SOME).permute((1, 0)).store(k0)
+    of_k.slice(SOME, SOME).permute((1, 0)).store(k1)
+    return q0, q1, held
 
 
 @gluon.jit
@@ -273,18 +294,21 @@ def _through_lengths(found, tile, numbers, where, ROW: gl.constexpr, PART: gl.co
 
 
 @gluon.jit
-def _reading(found, state, late, tile, numbers, where, scale, ROW: gl.constexpr, PART: gl.constexpr, zero):
-    """Some rows that read, with their factor and rounded, their terms by the state, and by pairs; and their gradient."""
+def _reading(found, state, tiles, tile, numbers, where, scale, ROW: gl.constexpr, PART: gl.constexpr):
+    """Some rows that read: with their factor and rounded, their terms by the state and by pairs, and their gradient."""
     LAYOUT: gl.constexpr = found.type.layout
-    factor = late * (scale * _factors(numbers, where, ROW, PART, zero, LAYOUT))
+    zero = tiles.zero
+    factor = _held_back(tiles.before, zero).slice(PART * SOME, SOME).permute((1, 0)).load(LAYOUT) * (
+        scale * _factors(numbers, where, ROW, PART, zero, LAYOUT)
+    )
     rows = _part_of(tile, PART).load(LAYOUT).to(gl.float32) * factor
     low = _rounded(rows)
     return low, rows * state, low.to(gl.float32) * found, factor * (state + found)
 
 
 @gluon.jit
-def _rows_of_q(found, state, late, tiles, numbers, where, scale, PART: gl.constexpr, NORMALIZE: gl.constexpr):
-    low, terms, across, dq = _reading(found, state, late, tiles.q, numbers, where, scale, 0, PART, tiles.zero)
+def _rows_of_q(found, state, tiles, numbers, where, scale, PART: gl.constexpr, NORMALIZE: gl.constexpr):
+    low, terms, across, dq = _reading(found, state, tiles, tiles.q, numbers, where, scale, 0, PART)
     if NORMALIZE:
         dq = _through_lengths(dq, tiles.q, numbers, where, 0, PART, tiles.zero)
     _part_of(tiles.q, PART).store(dq.to(tiles.q.dtype))
@@ -292,9 +316,10 @@ def _rows_of_q(found, state, late, tiles, numbers, where, scale, PART: gl.conste
 
 
 @gluon.jit
-def _rows_of_k(found, state, late, before, tiles, numbers, where, PART: gl.constexpr):
-    terms, across = before
-    low, more, further, dk = _reading(found, state, late, tiles.k, numbers, where, -1.0, 1, PART, tiles.zero)
+def _rows_of_k(found, terms, across, tiles, numbers, where, PART: gl.constexpr):
+    """Adds to the terms of as many rows of q."""
+    state = _held_back(tiles.seen, tiles.zero).slice(PART * SOME, SOME).permute((1, 0)).load(found.type.layout)
+    low, more, further, dk = _reading(found, state, tiles, tiles.k, numbers, where, -1.0, 1, PART)
     terms = _rounded(terms.to(gl.float32) + more)
     return gl.convert_layout(low, operand_layout(found.type.layout)), terms, across + further, dk
 
@@ -306,31 +331,34 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     kind: gl.constexpr = maps.k.dtype
     none = gl.zeros([WIDTH, C], gl.float32, LAYOUT)
     some = gl.zeros([WIDTH, SOME], gl.float32, wide_layout(SOME))
-    both, held, late = _by_states(maps, numbers, tiles, where, odd, more, after)
+    q0, q1, held = _by_states(maps, numbers, tiles, where, odd, more, after)
     pairs = tiles.pairs._reinterpret(kind, [4, SOME, C], gl.NVMMASharedLayout(128, 16, 2))
     mbarrier.wait(tiles.ready.index(4), odd)
+    late = _held_back(tiles.before, tiles.zero).permute((1, 0)).load(LAYOUT)
     low_c = _turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * _inverse(late))
     low_c = _rounded(low_c)
     left = gl.convert_layout(low_c, LEFT)
     one = warpgroup_mma(left, pairs.index(0).permute((1, 0)), some, use_acc=False, is_async=True)
     other = warpgroup_mma(left, pairs.index(1).permute((1, 0)), some, use_acc=False, is_async=True)
-    q0, q1, k0, k1 = _parts(both, 4)
-    late0, late1 = _parts(late, 2)
     mbarrier.wait(tiles.ready.index(5), odd)
     one = warpgroup_mma_wait(1, deps=(one,))
-    q0, terms0, across0 = _rows_of_q(one, q0, late0, tiles, numbers, where, scale, 0, NORMALIZE)
+    q0, terms0, across0 = _rows_of_q(one, q0, tiles, numbers, where, scale, 0, NORMALIZE)
     one = warpgroup_mma(left, pairs.index(2).permute((1, 0)), some, use_acc=False, is_async=True)
     other = warpgroup_mma_wait(1, deps=(other,))
-    q1, terms1, across1 = _rows_of_q(other, q1, late1, tiles, numbers, where, scale, 1, NORMALIZE)
+    q1, terms1, across1 = _rows_of_q(other, q1, tiles, numbers, where, scale, 1, NORMALIZE)
     other = warpgroup_mma(left, pairs.index(3).permute((1, 0)), some, use_acc=False, is_async=True)
     one = warpgroup_mma_wait(1, deps=(one,))
-    k0, terms0, across0, dk0 = _rows_of_k(one, k0, late0, (terms0, across0), tiles, numbers, where, 0)
+    k0, terms0, across0, dk0 = _rows_of_k(one, terms0, across0, tiles, numbers, where, 0)
     other = warpgroup_mma_wait(0, deps=(other,))
     found = warpgroup_mma(q0, pairs.index(0), none, use_acc=False, is_async=True)
     found = warpgroup_mma(q1, pairs.index(1), found, is_async=True)
     found = warpgroup_mma(k0, pairs.index(2), found, is_async=True)
-    k1, terms1, across1, dk1 = _rows_of_k(other, k1, late1, (terms1, across1), tiles, numbers, where, 1)
+    k1, terms1, across1, dk1 = _rows_of_k(other, terms1, across1, tiles, numbers, where, 1)
     found = warpgroup_mma(k1, pairs.index(3), found, is_async=True)
+    fence_async_shared()
+    barrier()  # all have read what lay with the rows that were seen
+    if more:
+        _bring_seen(maps, numbers, tiles, after)
     found = warpgroup_mma_wait(0, deps=(found,))
     later, u = flat(tiles.later), flat(tiles.u.index(odd))
     db = warpgroup_mma(later.permute((1, 0)), u.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -340,7 +368,7 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     db *= whole[:, None]
     sums = _sums_of_gates(tiles, gl.convert_layout(_rounded(low_c.to(gl.float32) * db), LEFT), (terms0, terms1),
                           (across0, across1))  # fmt: skip
-    late += tiles.zero.to(gl.float32)
+    late = _held_back(tiles.before, tiles.zero).permute((1, 0)).load(LAYOUT)
     db = _writing_factors(numbers, where, tiles.zero, LAYOUT) * _inverse(late) * (db + found)
     db0, db1 = _parts(db, 2)
     dk0, dk1 = dk0 + db0, dk1 + db1
@@ -360,7 +388,7 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     store(maps.dk, at, tiles.k)
     store(maps.dg, at, dg_tile)
     if more:
-        _bring_state(maps.later, after, tiles.ready.index(2), tiles.later)
+        _bring_states(maps, tiles, after)
 
 
 @gluon.jit
@@ -411,7 +439,7 @@ def channel_gradients(numbers, maps, scale, LEAST: gl.constexpr, NORMALIZE: gl.c
     pairs = gl.allocate_shared_memory(kind, [1, 2 * C, C], square)
     rings = Tiles(
         seen, _tile(maps.u, 2), _tile(maps.before), _tile(maps.later), _tile(maps.q), _tile(maps.k), _tile(maps.g),
-        pairs, masks, masks, masks, make_barriers(6, 1), 0,
+        pairs, masks, masks, masks, make_barriers(7, 1), 0,
     )  # fmt: skip
     tiles = _opened(rings, gl.program_id(0) * 0)
     _write_masks(tiles, kind)
@@ -419,8 +447,9 @@ def channel_gradients(numbers, maps, scale, LEAST: gl.constexpr, NORMALIZE: gl.c
     barrier()
     steps = (numbers.everything - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     where = _chunk_of(numbers, 0)
-    _bring_first(maps, numbers, tiles, where, 0)
-    _bring_state(maps.later, where, tiles.ready.index(2), tiles.later)
+    _bring_early(maps, numbers, tiles, where, 0)
+    _bring_seen(maps, numbers, tiles, where)
+    _bring_states(maps, tiles, where)
     whole = _whole_of(numbers, where, LAYOUT)
     for step in range(steps):
         where = _chunk_of(numbers, step)
@@ -445,9 +474,10 @@ def _pass_by(maps, numbers, tiles, where, odd, more, after):
     barrier()
     _bring_rows(maps.k, numbers, where, where.h // numbers.group, tiles.ready.index(4), tiles.k)
     _bring_rows(maps.q, numbers, where, where.h // numbers.group, tiles.ready.index(5), tiles.q)
-    for n in gl.static_range(6):
+    for n in gl.static_range(7):
         mbarrier.wait(tiles.ready.index(n), odd)
     barrier()
     if more:
-        _bring_first(maps, numbers, tiles, after, odd ^ 1)
-        _bring_state(maps.later, after, tiles.ready.index(2), tiles.later)
+        _bring_early(maps, numbers, tiles, after, odd ^ 1)
+        _bring_seen(maps, numbers, tiles, after)
+        _bring_states(maps, tiles, after)
