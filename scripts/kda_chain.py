@@ -41,13 +41,9 @@ def launch(kernel, *args, **facts):
 D.launch = launch
 args, do = big()
 found = {}
-for name, f in (("gluon", pick(v2k)), ("v1", pick(v1.channel_gradients)), ("triton", none)):
+for name, f in (("gluon", pick(v2k)),):
     use(f); found[name] = call(args, do); again = call(args, do); torch.cuda.synchronize()
     say(name, "bits again", all(torch.equal(a, b) for a, b in zip(found[name], again)))
-for which in ("gluon", "v1"):
-  for n, a, b in zip(names, found[which], found["triton"]):
-    a, b = a.double(), b.double()
-    say("full", which, n, "equal" if torch.equal(a, b) else "", f"difference {((a-b).norm()/b.norm()).item():.2e} finite {bool(a.isfinite().all())}")
 del found, again
 def small(B, T, H, HV, dtype, ends=None, states=False, span=0, strong=3.0):
     g = torch.Generator(dev).manual_seed(0)
@@ -73,7 +69,7 @@ def wait(path):
     while not os.path.exists(path): time.sleep(0.1)
 for f in sys.argv[1:]: wait(f)
 from torch.profiler import profile, ProfilerActivity
-for name, f in (("gluon", pick(v2k)), ("v1", pick(v1.channel_gradients))):
+for name, f in (("gluon", pick(v2k)),):
     use(f)
     for back in (False, True):
         flush = torch.empty(1 << 28, dtype=torch.uint8, device=dev)
@@ -86,20 +82,6 @@ for name, f in (("gluon", pick(v2k)), ("v1", pick(v1.channel_gradients))):
         for e in sorted(p.key_averages(), key=lambda e: -e.self_device_time_total)[:12]:
             if "Memset" in e.key or "FillFunctor" in e.key: continue
             say(f"     {e.self_device_time_total/4:9.1f} us  x{e.count//4} {e.key[:60]}")
-for REG[0] in (168, 128):
-    use(pick(v2k))
-    for _ in range(2): call(args, do, False)
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as p:
-        for _ in range(4): flush.fill_(1); call(args, do, False)
-        torch.cuda.synchronize()
-    for e in p.key_averages():
-        if "pairs" in e.key: say(f"    registers {REG[0]} {e.self_device_time_total/4:9.1f} us  x{e.count//4} {e.key[:60]}")
 REG[0] = None
 open("/tmp/kda.f3", "w").close()
-for dtype in (torch.bfloat16, torch.float16):
-    small(1, 200, 2, 4, dtype, states=True)
-    small(1, 300, 2, 2, dtype, ends=[0, 0, 150, 150, 151, 300], states=True)
-    small(1, 300, 2, 2, dtype, states=True, span=2)
-small(1, 300, 2, 2, torch.bfloat16, strong=0)
 say("done")
