@@ -199,20 +199,20 @@ def _product_sums(one, other):
 
 
 @gluon.jit
-def _rounded(x):
+def rounded(x):
     """To bfloat16, two at a time even where the numbers are used again."""
     code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def _exp2(x):
+def exp2_of(x):
     """Without subnormal numbers: a chunk's decay has none."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _inverse(x):
+def inverse_of(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -261,7 +261,7 @@ def _by_states(maps, numbers, tiles, where, odd, more, after):
     barrier()  # all have read these tiles and written the pairs
     if more:
         _bring_early(maps, numbers, tiles, after, odd ^ 1)
-    _held_back(tiles.before, tiles.zero).permute((1, 0)).store(_exp2(since * 1.4426950408889634))
+    _held_back(tiles.before, tiles.zero).permute((1, 0)).store(exp2_of(since * 1.4426950408889634))
     q0, q1, k0, k1 = _parts(both, 4)
     of_k = _held_back(tiles.seen, tiles.zero)
     of_k.slice(0, SOME).permute((1, 0)).store(k0)
@@ -302,7 +302,7 @@ def _reading(found, state, tiles, tile, numbers, where, scale, ROW: gl.constexpr
         scale * _factors(numbers, where, ROW, PART, zero, LAYOUT)
     )
     rows = _part_of(tile, PART).load(LAYOUT).to(gl.float32) * factor
-    low = _rounded(rows)
+    low = rounded(rows)
     return low, rows * state, low.to(gl.float32) * found, factor * (state + found)
 
 
@@ -312,7 +312,7 @@ def _rows_of_q(found, state, tiles, numbers, where, scale, PART: gl.constexpr, N
     if NORMALIZE:
         dq = _through_lengths(dq, tiles.q, numbers, where, 0, PART, tiles.zero)
     _part_of(tiles.q, PART).store(dq.to(tiles.q.dtype))
-    return gl.convert_layout(low, operand_layout(found.type.layout)), _rounded(terms), across
+    return gl.convert_layout(low, operand_layout(found.type.layout)), rounded(terms), across
 
 
 @gluon.jit
@@ -320,7 +320,7 @@ def _rows_of_k(found, terms, across, tiles, numbers, where, PART: gl.constexpr):
     """Adds to the terms of as many rows of q."""
     state = _held_back(tiles.seen, tiles.zero).slice(PART * SOME, SOME).permute((1, 0)).load(found.type.layout)
     low, more, further, dk = _reading(found, state, tiles, tiles.k, numbers, where, -1.0, 1, PART)
-    terms = _rounded(terms.to(gl.float32) + more)
+    terms = rounded(terms.to(gl.float32) + more)
     return gl.convert_layout(low, operand_layout(found.type.layout)), terms, across + further, dk
 
 
@@ -335,8 +335,8 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     pairs = tiles.pairs._reinterpret(kind, [4, SOME, C], gl.NVMMASharedLayout(128, 16, 2))
     mbarrier.wait(tiles.ready.index(4), odd)
     late = _held_back(tiles.before, tiles.zero).permute((1, 0)).load(LAYOUT)
-    low_c = _turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * _inverse(late))
-    low_c = _rounded(low_c)
+    low_c = _turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * inverse_of(late))
+    low_c = rounded(low_c)
     left = gl.convert_layout(low_c, LEFT)
     one = warpgroup_mma(left, pairs.index(0).permute((1, 0)), some, use_acc=False, is_async=True)
     other = warpgroup_mma(left, pairs.index(1).permute((1, 0)), some, use_acc=False, is_async=True)
@@ -366,10 +366,10 @@ def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMA
     across0, across1 = across0 - away0, across1 - away1
     db = warpgroup_mma_wait(0, deps=(db,))
     db *= whole[:, None]
-    sums = _sums_of_gates(tiles, gl.convert_layout(_rounded(low_c.to(gl.float32) * db), LEFT), (terms0, terms1),
+    sums = _sums_of_gates(tiles, gl.convert_layout(rounded(low_c.to(gl.float32) * db), LEFT), (terms0, terms1),
                           (across0, across1))  # fmt: skip
     late = _held_back(tiles.before, tiles.zero).permute((1, 0)).load(LAYOUT)
-    db = _writing_factors(numbers, where, tiles.zero, LAYOUT) * _inverse(late) * (db + found)
+    db = _writing_factors(numbers, where, tiles.zero, LAYOUT) * inverse_of(late) * (db + found)
     db0, db1 = _parts(db, 2)
     dk0, dk1 = dk0 + db0, dk1 + db1
     if NORMALIZE:
@@ -405,8 +405,8 @@ def _sums_of_gates(tiles, own, terms, across):
     )  # fmt: skip
     for n in gl.static_range(2):
         sums = warpgroup_mma(gl.convert_layout(terms[n], NARROW), onward.index(n), sums, is_async=True)
-        high = _rounded(across[n])
-        low = _rounded(across[n] - high.to(gl.float32))
+        high = rounded(across[n])
+        low = rounded(across[n] - high.to(gl.float32))
         sums = warpgroup_mma(gl.convert_layout(high, NARROW), signs.index(n), sums, is_async=True)
         sums = warpgroup_mma(gl.convert_layout(low, NARROW), signs.index(n), sums, is_async=True)
     return sums
