@@ -302,7 +302,7 @@ def _pairs_at_once(plan: Plan, call: DeltaCall, facts: dict[str, Any]) -> None:
         C, packing = plan.form.C, plan.packing
         room = torch.empty((*plan.matrices.whole.shape[:3], C, C), **_wide(call))
         hopper.start_channel_pairs(plan, call, room, 2.0 ** -facts["form"].HALVINGS)
-        launch(solve_pairs, plan.parallel, room, plan.matrices, packing, **facts, maxnreg=128)
+        launch(solve_pairs, plan.parallel, room, plan.matrices, packing, **facts, maxnreg=168)
     else:
         form = facts["form"]._replace(BS=min(plan.form.BK, plan.tiles.channels))
         launch(pairs_at_once, plan.parallel, q, k, g, beta, *more, **(facts | {"form": form}))
