@@ -110,11 +110,12 @@ def start_channel_gradients(
     rows += [_rows(do, half, call), _rows(grads.v, half, call), _rows(states.solved, WIDTH, call)]
     squares = [TensorMap(t, (1, 1, 1, WIDTH, WIDTH), 128) for t in (states.before, states.later)]
     made = [_rows(t, WIDTH, call) for t in (grads.q, grads.k, grads.g)]
+    made.append(TensorMap(matrices.decays, (1, 1, 1, 4, ROWS)))
     numbers = ChannelNumbers(
-        matrices.decays, matrices.whole, packing.ends, packing.sequences, packing.tokens, packing.heads, packing.chunks,
-        packing.begin, grid[0], grid[0] * grid[1], heads // call.k.shape[2], heads // call.g.shape[2],
+        matrices.whole, packing.ends, packing.sequences, packing.tokens, packing.heads, packing.chunks, packing.begin,
+        grid[0], grid[0] * grid[1], heads // call.k.shape[2], heads // call.g.shape[2],
     )  # fmt: skip
-    facts: dict[str, Any] = {"LEAST": least, "NORMALIZE": call.normalize, "num_warps": 8}
+    facts: dict[str, Any] = {"LEAST": least, "NORMALIZE": call.normalize, "num_warps": 8, "maxnreg": 168}
     programs = min(grid[0] * grid[1], device.of(call.v).multiprocessors)
     launch(channel_gradients, (programs,), numbers, ChannelMaps(*rows, *squares, *made), call.scale, **facts)
 
