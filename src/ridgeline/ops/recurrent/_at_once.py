@@ -87,17 +87,6 @@ def pairs_at_once(q, k, gate, beta, reads, matrices, masks, packing, form: tl.co
 
 
 @triton.jit
-def solve_pairs(pairs, matrices, packing, form: tl.constexpr):
-    """L of whole chunks with mild gates, from the pairs of k with itself that another kernel left in float32."""
-    _n, _h, _start, tokens, chunk = find_chunk(packing)
-    spot = tl.program_id(1).to(tl.int64) * packing.chunks + tl.program_id(0)
-    if served_at_once(matrices.whole, spot, chunk * form.C, tokens, form):
-        place = spot * (form.C * form.C) + square_of(form)
-        factor = tl.load(matrices.decays + spot * (4 * form.C) + 3 * form.C + tl.arange(0, form.C))
-        tl.store(matrices.solve + place, solve_chunk(tl.load(pairs + place), factor, matrices.solve.dtype.element_ty, form))
-
-
-@triton.jit
 def _sums(found, x, chosen):
     """Adds for each row, turned, the sum of the rows of x that a mask chooses, in bfloat16's range."""
     if chosen.dtype == tl.bfloat16:

@@ -1067,7 +1067,8 @@ def _rows_of_step(tensors, places, t, depth, columns, form: tl.constexpr, REVERS
     decay = tl.exp2(_one_row(gate, at_gate, t, depth, form.K) * 1.4426950408889634)
     if REVERSE:
         before = tl.maximum(t - 1, 0)
-        found = other, one, decay, _one_row(q, at_q, before, depth, form.K), _one_row(do, at_do, before, columns, form.V)
+        outer, values = _one_row(q, at_q, before, depth, form.K), _one_row(do, at_do, before, columns, form.V)
+        found = other, one, decay, outer, values
     else:
         found = one, other, decay, _one_row(k, at_k, t, depth, form.K), _one_row(v, at_v, t, columns, form.V)
     return found

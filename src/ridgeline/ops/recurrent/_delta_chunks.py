@@ -11,13 +11,7 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.ops.recurrent import _delta_hopper as hopper
-from ridgeline.ops.recurrent._at_once import (
-    gradients_at_once,
-    low_pairs_at_once,
-    pairs_at_once,
-    solve_pairs,
-    write_double_masks,
-)
+from ridgeline.ops.recurrent._at_once import gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
     ChunkStates,
     DeltaForm,
@@ -284,7 +278,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
             kernel, more = half_pairs_by_channel, (plan.masks,)
             facts |= half_facts(form, call)
             if once := at_once_facts(form, call):
-                _pairs_at_once(plan, call, once)
+                _pairs_at_once(plan, once)
                 facts["form"] = facts["form"]._replace(APART=apart(device.of(call.v), plan.parallel))
         grid = plan.parallel
         if facts["form"].APART:
@@ -293,16 +287,11 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     return plan, some
 
 
-def _pairs_at_once(plan: Plan, call: DeltaCall, facts: dict[str, Any]) -> None:
+def _pairs_at_once(plan: Plan, facts: dict[str, Any]) -> None:
     q, k, _, a, b, g, beta = plan.tensors
     more = plan.reads, plan.matrices, plan.masks, plan.packing
     if plan.form.LOW:  # 166 registers would do without a spill: 663 us, 643 with 128
         launch(low_pairs_at_once, plan.parallel, q, k, a, b, g, *more, **facts, maxnreg=128)
-    elif plan.hopper and hopper.serves_channels(call):
-        C, packing = plan.form.C, plan.packing
-        room = torch.empty((*plan.matrices.whole.shape[:3], C, C), **_wide(call))
-        hopper.start_channel_pairs(plan, call, room, 2.0 ** -facts["form"].HALVINGS)
-        launch(solve_pairs, plan.parallel, room, plan.matrices, packing, **facts, maxnreg=168)
     else:
         form = facts["form"]._replace(BS=min(plan.form.BK, plan.tiles.channels))
         launch(pairs_at_once, plan.parallel, q, k, g, beta, *more, **(facts | {"form": form}))
@@ -387,7 +376,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
             wide = once["form"]._replace(BV=max(16, triton.next_power_of_2(plan.form.V)))
             args = q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing, call.scale
             launch(gradients_at_once, grid, *args, **(once | {"form": wide}))
-        elif once and plan.hopper and hopper.serves_channels(call, (grads.q, grads.g)):
+        elif once and plan.hopper and hopper.serves_channels(call, grads):
             least = 2.0 ** -once["form"].HALVINGS
             hopper.start_channel_gradients(grid, call, rows.data, matrices, states, grads, packing, least)
         else:

@@ -16,7 +16,6 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._delta_hopper_channels import ChannelMaps, ChannelNumbers, channel_gradients
 from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
-from ridgeline.ops.recurrent._delta_hopper_pairs import PairMaps, PairNumbers, channel_pairs
 
 Maybe = torch.Tensor | None
 OUTPUTS, STATES, REVERSE = range(3)  # what `walk` makes
@@ -93,11 +92,11 @@ def start_gradients(
     launch(chunk_gradients, grid, numbers, ChunkMaps(*inputs, *squares, *made), call.scale, **facts)
 
 
-def serves_channels(call: Any, made: tuple[torch.Tensor, ...] = ()) -> bool:
-    """Whether the kernels for pairs and gradients with a gate per channel serve chunks with mild gates, of a call that
-    `serves` takes. made: gradients that they write."""
-    wanted = call.q, call.k, call.g, *made
-    return call.g.dim() == 4 and all([t.dtype == torch.bfloat16 and mapped(t) for t in wanted])
+def serves_channels(call: Any, grads: Any) -> bool:
+    """Whether the kernel for gradients with a gate per channel serves chunks with mild gates of a call that `serves`
+    takes."""
+    wanted = (call.q, call.k, call.g, grads.q, grads.g)
+    return all([t.dtype == torch.bfloat16 and mapped(t) for t in wanted]) and call.g.dim() == 4
 
 
 def start_channel_gradients(
@@ -110,26 +109,10 @@ def start_channel_gradients(
     rows += [_rows(do, half, call), _rows(grads.v, half, call), _rows(states.solved, WIDTH, call)]
     squares = [TensorMap(t, (1, 1, 1, WIDTH, WIDTH), 128) for t in (states.before, states.later)]
     made = [_rows(t, WIDTH, call) for t in (grads.q, grads.k, grads.g)]
-    made.append(TensorMap(matrices.decays, (1, 1, 1, 4, ROWS)))
     numbers = ChannelNumbers(
-        matrices.whole, packing.ends, packing.sequences, packing.tokens, packing.heads, packing.chunks, packing.begin,
-        grid[0], grid[0] * grid[1], heads // call.k.shape[2], heads // call.g.shape[2],
+        matrices.decays, matrices.whole, packing.ends, packing.sequences, packing.tokens, packing.heads, packing.chunks,
+        packing.begin, grid[0], grid[0] * grid[1], heads // call.k.shape[2], heads // call.g.shape[2],
     )  # fmt: skip
-    facts: dict[str, Any] = {"LEAST": least, "NORMALIZE": call.normalize, "num_warps": 8, "maxnreg": 168}
+    facts: dict[str, Any] = {"LEAST": least, "NORMALIZE": call.normalize, "num_warps": 8}
     programs = min(grid[0] * grid[1], device.of(call.v).multiprocessors)
     launch(channel_gradients, (programs,), numbers, ChannelMaps(*rows, *squares, *made), call.scale, **facts)
-
-
-def start_channel_pairs(plan: Any, call: Any, room: torch.Tensor, least: float) -> None:
-    """The rows with their decays and the pairs, for chunks whose decay is at least `least` in all channels; those of k
-    with itself go into `room`."""
-    m, heads, squares = plan.matrices, call.v.shape[2], (1, 1, 1, ROWS, ROWS)
-    tensors = call.q, call.k, call.g, plan.reads.q.data, plan.reads.a.data, plan.reads.b.data
-    maps = PairMaps(*[_rows(t, WIDTH, call) for t in tensors], TensorMap(m.pair, squares, 128))
-    packing = plan.packing
-    numbers = PairNumbers(
-        room, m.lengths, m.decays, m.whole, packing.ends, packing.sequences, packing.tokens, packing.heads,
-        packing.chunks, heads // call.k.shape[2], heads // call.g.shape[2],
-    )  # fmt: skip
-    facts: dict[str, Any] = {"LEAST": least, "NORMALIZE": call.normalize, "num_warps": 4, "maxnreg": 168}
-    launch(channel_pairs, plan.parallel, numbers, maps, plan.tensors[6], **facts)

@@ -1,9 +1,9 @@
-"""Gradients in chunks of the delta rule with a gate per channel, of q, k and the gates, in Gluon for Hopper in bfloat16.
+"""Gradients of q, k and gates in chunks of the delta rule with a gate per channel, in Gluon for Hopper, in bfloat16.
 
 A program goes through whole chunks with mild gates, as `_at_once.py` has them, and leaves all others. Two warpgroups
 share a chunk, each with half of the channels; all is turned, so what a product leaves in registers is the next one's
-left side. A warp brings the next chunk's tiles by TMA where this one's have been read. A row's decay, its length and
-beta are one factor, and a pair's weight is the plain product of its two rows over v's columns.
+left side. TMA brings the next chunk's tiles where this one's have been read. A row's decay, its length and beta are one
+factor, and a pair's weight is the plain product of its two rows over v's columns.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class ChannelMaps(NamedTuple):
     dq: Any
     dk: Any
     dg: Any
-    decays: Any  # numbers (B, heads, chunks, 4, C) in float32
 
 
 class ChannelNumbers(NamedTuple):
+    decays: Any  # (B, heads, chunks, 4, C) in float32
     whole: Any  # (B, heads, chunks, K)
     ends: Any  # cu_seqlens or None
     sequences: Any
@@ -88,9 +88,7 @@ class Tiles(NamedTuple):
     onward: Any  # ones for rows from a column's on
     before_it: Any  # before it
     signs: Any
-    decays: Any  # this chunk's and the next one's
-    ready: Any  # seen; before; later; u, g and decays; q and k
-    free: Any  # u, g and decays; seen; before and later; q and k
+    ready: Any
     zero: Any  # that the compiler does not know
 
 
@@ -98,11 +96,6 @@ class Tiles(NamedTuple):
 def wide_layout(columns):
     """The layout of two warpgroups' sums: 128 rows in groups of 16 per warp."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.jit
-def _steps(numbers):
-    return (numbers.everything - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
@@ -126,45 +119,36 @@ def _row_at(numbers, where, head, column):
 
 
 @gluon.jit
-def _fill(maps, numbers, rings):
-    """The warp that brings tiles, as their places become free."""
-    steps = _steps(numbers)
-    ready, free = rings.ready, rings.free
-    for step in range(steps):
-        where = _chunk_of(numbers, step)
-        odd = step & 1
-        state = [where.batch, where.h, where.spot, 0, 0]
-        mbarrier.wait(free.index(0), odd ^ 1)
-        mbarrier.expect(
-            ready.index(3), maps.u.block_type.nbytes + maps.g.block_type.nbytes + maps.decays.block_type.nbytes
-        )
-        load(maps.u, _row_at(numbers, where, where.h, 0), ready.index(3), rings.u.index(odd))
-        load(maps.g, _row_at(numbers, where, where.h // numbers.gate_group, 0), ready.index(3), rings.g.index(0))
-        load(maps.decays, state, ready.index(3), rings.decays.index(odd))
-        mbarrier.wait(free.index(1), odd ^ 1)
-        mbarrier.expect(ready.index(0), 4 * maps.do.block_type.nbytes)
-        for part in gl.static_range(2):
-            at = _row_at(numbers, where, where.h, part * HALF)
-            load(maps.do, at, ready.index(0), rings.seen.index(2 * part))
-            load(maps.dv, at, ready.index(0), rings.seen.index(2 * part + 1))
-        mbarrier.wait(free.index(2), odd ^ 1)
-        mbarrier.expect(ready.index(1), maps.before.block_type.nbytes)
-        load(maps.before, state, ready.index(1), rings.before.index(0))
-        mbarrier.expect(ready.index(2), maps.later.block_type.nbytes)
-        load(maps.later, state, ready.index(2), rings.later.index(0))
-        mbarrier.wait(free.index(3), odd)
-        mbarrier.expect(ready.index(4), maps.q.block_type.nbytes + maps.k.block_type.nbytes)
-        shared = _row_at(numbers, where, where.h // numbers.group, 0)
-        load(maps.k, shared, ready.index(4), rings.k.index(0))
-        load(maps.q, shared, ready.index(4), rings.q.index(0))
+def _bring_seen(maps, numbers, tiles, where):
+    ready = tiles.ready.index(0)
+    mbarrier.expect(ready, 4 * maps.do.block_type.nbytes)
+    for part in gl.static_range(2):
+        load(maps.do, _row_at(numbers, where, where.h, part * HALF), ready, tiles.seen.index(tiles.zero + 2 * part))
+        load(maps.dv, _row_at(numbers, where, where.h, part * HALF), ready, tiles.seen.index(tiles.zero + 2 * part + 1))
 
 
 @gluon.jit
-def _release(tiles, PLACE: gl.constexpr):
-    """All have read, or written, what lies there."""
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(tiles.free.index(PLACE), count=1)
+def _bring_early(maps, numbers, tiles, where, odd):
+    _bring_rows(maps.u, numbers, where, where.h, tiles.ready.index(6), tiles.u.index(odd))
+    _bring_rows(maps.g, numbers, where, where.h // numbers.gate_group, tiles.ready.index(3), tiles.g)
+
+
+@gluon.jit
+def _bring_states(maps, tiles, where):
+    _bring_state(maps.before, where, tiles.ready.index(1), tiles.before)
+    _bring_state(maps.later, where, tiles.ready.index(2), tiles.later)
+
+
+@gluon.jit
+def _bring_state(source, where, ready, tile):
+    mbarrier.expect(ready, source.block_type.nbytes)
+    load(source, [where.batch, where.h, where.spot, 0, 0], ready, tile)
+
+
+@gluon.jit
+def _bring_rows(source, numbers, where, head, ready, tile):
+    mbarrier.expect(ready, source.block_type.nbytes)
+    load(source, _row_at(numbers, where, head, 0), ready, tile)
 
 
 @gluon.jit
@@ -173,29 +157,28 @@ def _whole_of(numbers, where, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _write_masks(masks, kind: gl.constexpr):
+def _write_masks(tiles, kind: gl.constexpr):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     none = gl.zeros([C, C], gl.float32, LAYOUT)
     r, t = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    masks.index(0).store(gl.where(r >= t, 1.0, none).to(kind))
-    masks.index(1).store(gl.where(r < t, 1.0, none).to(kind))
+    tiles.onward.store(gl.where(r >= t, 1.0, none).to(kind))
+    tiles.before_it.store(gl.where(r < t, 1.0, none).to(kind))
     second = (t >= C // 2) & (r >= 0)
-    masks.index(2).store(gl.where(second & (r >= t), 1.0, gl.where((second == 0) & (r < t), -1.0, none)).to(kind))
+    tiles.signs.store(gl.where(second & (r >= t), 1.0, gl.where((second == 0) & (r < t), -1.0, none)).to(kind))
 
 
 @gluon.jit
-def _factors(tiles, odd, ROW: gl.constexpr, PART: gl.constexpr, LAYOUT: gl.constexpr):
-    """Numbers of a chunk's rows, or of a part of them."""
+def _factors(numbers, where, ROW: gl.constexpr, PART: gl.constexpr, zero, LAYOUT: gl.constexpr):
+    """zero: another one keeps the compiler from holding what it has loaded before."""
+    place = numbers.decays + (where.place + zero) * (4 * C) + (ROW * C + PART * SOME)
     SIZE: gl.constexpr = LAYOUT.instr_shape[1]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tile = tiles.decays.index(odd)._reinterpret(gl.float32, [4 * C // SIZE, SIZE], plain)
-    return tile.index(ROW * C // SIZE + PART).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(place + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT)))[None, :]
 
 
 @gluon.jit
-def _writing_factors(tiles, odd, LAYOUT: gl.constexpr):
+def _writing_factors(numbers, where, zero, LAYOUT: gl.constexpr):
     """One over the lengths of k's rows, times beta."""
-    return _factors(tiles, odd, 1, 0, LAYOUT) * _factors(tiles, odd, 3, 0, LAYOUT)
+    return _factors(numbers, where, 1, 0, zero, LAYOUT) * _factors(numbers, where, 3, 0, zero, LAYOUT)
 
 
 @gluon.jit
@@ -216,20 +199,20 @@ def _product_sums(one, other):
 
 
 @gluon.jit
-def rounded(x):
+def _rounded(x):
     """To bfloat16, two at a time even where the numbers are used again."""
     code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(code, "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def exp2_of(x):
+def _exp2(x):
     """Without subnormal numbers: a chunk's decay has none."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def inverse_of(x):
+def _inverse(x):
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -241,10 +224,10 @@ def _held_back(tile, zero):
 
 
 @gluon.jit
-def _by_states(maps, tiles, odd):
+def _by_states(maps, numbers, tiles, where, odd, more, after):
     """Makes the pairs, and the part of the state before the chunk in the gradients of q's rows and of k's, which lie in
-    the place of the rows that were seen; the decays lie in the state's. Returns the first, in parts, and the sum of both
-    states' product for each channel."""
+    the place of the rows that were seen; the decays lie in the state's. Returns the first, in parts, and for each
+    channel the sum of both states' product. after: the next chunk, if `more`."""
     LAYOUT: gl.constexpr = wide_layout(C)
     BOTH: gl.constexpr = wide_layout(WIDTH)
     kind: gl.constexpr = maps.k.dtype
@@ -252,27 +235,33 @@ def _by_states(maps, tiles, odd):
     none = gl.zeros([WIDTH, C], gl.float32, LAYOUT)
     seen = tiles.seen._reinterpret(kind, [1, WIDTH, WIDTH], square).index(tiles.zero)
     before, later = flat(tiles.before), flat(tiles.later)
-    mbarrier.wait(tiles.ready.index(3), odd)
+    mbarrier.wait(tiles.ready.index(6), odd)
     mbarrier.wait(tiles.ready.index(0), odd)
     pairs = warpgroup_mma(seen, flat(tiles.u.index(odd)).permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(tiles.ready.index(1), odd)
     wide = gl.zeros([WIDTH, WIDTH], gl.float32, BOTH)
     both = warpgroup_mma(before.permute((1, 0)), seen.permute((1, 0)), wide, use_acc=False, is_async=True)
     tma.store_wait(0)  # the gradients of the chunk before have left
-    _release(tiles, 3)
+    barrier()
+    _bring_rows(maps.k, numbers, where, where.h // numbers.group, tiles.ready.index(4), tiles.k)
+    _bring_rows(maps.q, numbers, where, where.h // numbers.group, tiles.ready.index(5), tiles.q)
     pairs = warpgroup_mma_wait(1, deps=(pairs,))
     row = gl.arange(0, WIDTH, gl.SliceLayout(1, LAYOUT))[:, None] + tiles.zero
     j = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     meet = (j < row % C) | ((j == row % C) & (row < C))
     tiles.pairs.store(gl.where(meet, pairs, 0.0).to(kind))
+    fence_async_shared()
+    mbarrier.wait(tiles.ready.index(3), odd)
     gates = flat(tiles.g).permute((1, 0)).load(operand_layout(LAYOUT))
     both = warpgroup_mma_wait(0, deps=(both,))
     since = warpgroup_mma(gates, tiles.onward.permute((1, 0)), none, use_acc=False, is_async=True)
     mbarrier.wait(tiles.ready.index(2), odd)
     held = gl.convert_layout(_product_sums(before, later), gl.SliceLayout(1, LAYOUT))
     since = warpgroup_mma_wait(0, deps=(since,))
-    _release(tiles, 0)  # and all have written the pairs
-    _held_back(tiles.before, tiles.zero).permute((1, 0)).store(exp2_of(since * 1.4426950408889634))
+    barrier()  # all have read these tiles and written the pairs
+    if more:
+        _bring_early(maps, numbers, tiles, after, odd ^ 1)
+    _held_back(tiles.before, tiles.zero).permute((1, 0)).store(_exp2(since * 1.4426950408889634))
     q0, q1, k0, k1 = _parts(both, 4)
     of_k = _held_back(tiles.seen, tiles.zero)
     of_k.slice(0, SOME).permute((1, 0)).store(k0)
@@ -296,75 +285,80 @@ def _parts(x, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _through_lengths(found, tile, tiles, odd, ROW: gl.constexpr, PART: gl.constexpr):
+def _through_lengths(found, tile, numbers, where, ROW: gl.constexpr, PART: gl.constexpr, zero):
     """From the gradient of turned rows whose lengths are constants that of the rows."""
     LAYOUT: gl.constexpr = found.type.layout
     sums = gl.sum(found * _part_of(tile, PART).load(LAYOUT).to(gl.float32), 0)[None, :]
-    shrink = _factors(tiles, odd, ROW, PART, LAYOUT)
+    shrink = _factors(numbers, where, ROW, PART, zero, LAYOUT)
     return found - _part_of(tile, PART).load(LAYOUT).to(gl.float32) * (shrink * shrink * sums)
 
 
 @gluon.jit
-def _reading(found, state, tiles, tile, odd, scale, ROW: gl.constexpr, PART: gl.constexpr):
+def _reading(found, state, tiles, tile, numbers, where, scale, ROW: gl.constexpr, PART: gl.constexpr):
     """Some rows that read: with their factor and rounded, their terms by the state and by pairs, and their gradient."""
     LAYOUT: gl.constexpr = found.type.layout
-    factor = _held_back(tiles.before, tiles.zero).slice(PART * SOME, SOME).permute((1, 0)).load(LAYOUT) * (
-        scale * _factors(tiles, odd, ROW, PART, LAYOUT)
+    zero = tiles.zero
+    factor = _held_back(tiles.before, zero).slice(PART * SOME, SOME).permute((1, 0)).load(LAYOUT) * (
+        scale * _factors(numbers, where, ROW, PART, zero, LAYOUT)
     )
     rows = _part_of(tile, PART).load(LAYOUT).to(gl.float32) * factor
-    low = rounded(rows)
+    low = _rounded(rows)
     return low, rows * state, low.to(gl.float32) * found, factor * (state + found)
 
 
 @gluon.jit
-def _rows_of_q(found, state, tiles, odd, scale, PART: gl.constexpr, NORMALIZE: gl.constexpr):
-    low, terms, across, dq = _reading(found, state, tiles, tiles.q, odd, scale, 0, PART)
+def _rows_of_q(found, state, tiles, numbers, where, scale, PART: gl.constexpr, NORMALIZE: gl.constexpr):
+    low, terms, across, dq = _reading(found, state, tiles, tiles.q, numbers, where, scale, 0, PART)
     if NORMALIZE:
-        dq = _through_lengths(dq, tiles.q, tiles, odd, 0, PART)
+        dq = _through_lengths(dq, tiles.q, numbers, where, 0, PART, tiles.zero)
     _part_of(tiles.q, PART).store(dq.to(tiles.q.dtype))
-    return gl.convert_layout(low, operand_layout(found.type.layout)), rounded(terms), across
+    return gl.convert_layout(low, operand_layout(found.type.layout)), _rounded(terms), across
 
 
 @gluon.jit
-def _rows_of_k(found, terms, across, tiles, odd, PART: gl.constexpr):
+def _rows_of_k(found, terms, across, tiles, numbers, where, PART: gl.constexpr):
     """Adds to the terms of as many rows of q."""
     state = _held_back(tiles.seen, tiles.zero).slice(PART * SOME, SOME).permute((1, 0)).load(found.type.layout)
-    low, more, further, dk = _reading(found, state, tiles, tiles.k, odd, -1.0, 1, PART)
-    terms = rounded(terms.to(gl.float32) + more)
+    low, more, further, dk = _reading(found, state, tiles, tiles.k, numbers, where, -1.0, 1, PART)
+    terms = _rounded(terms.to(gl.float32) + more)
     return gl.convert_layout(low, operand_layout(found.type.layout)), terms, across + further, dk
 
 
 @gluon.jit
-def _of_chunk(maps, numbers, tiles, where, odd, whole, scale, NORMALIZE: gl.constexpr):
+def _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMALIZE: gl.constexpr):
     LAYOUT: gl.constexpr = wide_layout(C)
     LEFT: gl.constexpr = operand_layout(LAYOUT)
     kind: gl.constexpr = maps.k.dtype
     none = gl.zeros([WIDTH, C], gl.float32, LAYOUT)
     some = gl.zeros([WIDTH, SOME], gl.float32, wide_layout(SOME))
-    q0, q1, held = _by_states(maps, tiles, odd)
+    q0, q1, held = _by_states(maps, numbers, tiles, where, odd, more, after)
     pairs = tiles.pairs._reinterpret(kind, [4, SOME, C], gl.NVMMASharedLayout(128, 16, 2))
     mbarrier.wait(tiles.ready.index(4), odd)
     late = _held_back(tiles.before, tiles.zero).permute((1, 0)).load(LAYOUT)
-    low_c = _turned(tiles.k, LAYOUT) * (_writing_factors(tiles, odd, LAYOUT) * inverse_of(late))
-    low_c = rounded(low_c)
+    low_c = _turned(tiles.k, LAYOUT) * (_writing_factors(numbers, where, 0, LAYOUT) * _inverse(late))
+    low_c = _rounded(low_c)
     left = gl.convert_layout(low_c, LEFT)
     one = warpgroup_mma(left, pairs.index(0).permute((1, 0)), some, use_acc=False, is_async=True)
     other = warpgroup_mma(left, pairs.index(1).permute((1, 0)), some, use_acc=False, is_async=True)
+    mbarrier.wait(tiles.ready.index(5), odd)
     one = warpgroup_mma_wait(1, deps=(one,))
-    q0, terms0, across0 = _rows_of_q(one, q0, tiles, odd, scale, 0, NORMALIZE)
+    q0, terms0, across0 = _rows_of_q(one, q0, tiles, numbers, where, scale, 0, NORMALIZE)
     one = warpgroup_mma(left, pairs.index(2).permute((1, 0)), some, use_acc=False, is_async=True)
     other = warpgroup_mma_wait(1, deps=(other,))
-    q1, terms1, across1 = _rows_of_q(other, q1, tiles, odd, scale, 1, NORMALIZE)
+    q1, terms1, across1 = _rows_of_q(other, q1, tiles, numbers, where, scale, 1, NORMALIZE)
     other = warpgroup_mma(left, pairs.index(3).permute((1, 0)), some, use_acc=False, is_async=True)
     one = warpgroup_mma_wait(1, deps=(one,))
-    k0, terms0, across0, dk0 = _rows_of_k(one, terms0, across0, tiles, odd, 0)
+    k0, terms0, across0, dk0 = _rows_of_k(one, terms0, across0, tiles, numbers, where, 0)
     other = warpgroup_mma_wait(0, deps=(other,))
     found = warpgroup_mma(q0, pairs.index(0), none, use_acc=False, is_async=True)
     found = warpgroup_mma(q1, pairs.index(1), found, is_async=True)
     found = warpgroup_mma(k0, pairs.index(2), found, is_async=True)
-    k1, terms1, across1, dk1 = _rows_of_k(other, terms1, across1, tiles, odd, 1)
+    k1, terms1, across1, dk1 = _rows_of_k(other, terms1, across1, tiles, numbers, where, 1)
     found = warpgroup_mma(k1, pairs.index(3), found, is_async=True)
-    _release(tiles, 1)
+    fence_async_shared()
+    barrier()  # all have read what lay with the rows that were seen
+    if more:
+        _bring_seen(maps, numbers, tiles, after)
     found = warpgroup_mma_wait(0, deps=(found,))
     later, u = flat(tiles.later), flat(tiles.u.index(odd))
     db = warpgroup_mma(later.permute((1, 0)), u.permute((1, 0)), none, use_acc=False, is_async=True)
@@ -372,26 +366,29 @@ def _of_chunk(maps, numbers, tiles, where, odd, whole, scale, NORMALIZE: gl.cons
     across0, across1 = across0 - away0, across1 - away1
     db = warpgroup_mma_wait(0, deps=(db,))
     db *= whole[:, None]
-    sums = _sums_of_gates(tiles, gl.convert_layout(rounded(low_c.to(gl.float32) * db), LEFT), (terms0, terms1),
+    sums = _sums_of_gates(tiles, gl.convert_layout(_rounded(low_c.to(gl.float32) * db), LEFT), (terms0, terms1),
                           (across0, across1))  # fmt: skip
     late = _held_back(tiles.before, tiles.zero).permute((1, 0)).load(LAYOUT)
-    db = _writing_factors(tiles, odd, LAYOUT) * inverse_of(late) * (db + found)
+    db = _writing_factors(numbers, where, tiles.zero, LAYOUT) * _inverse(late) * (db + found)
     db0, db1 = _parts(db, 2)
     dk0, dk1 = dk0 + db0, dk1 + db1
     if NORMALIZE:
-        dk0 = _through_lengths(dk0, tiles.k, tiles, odd, 1, 0)
-        dk1 = _through_lengths(dk1, tiles.k, tiles, odd, 1, 1)
+        dk0 = _through_lengths(dk0, tiles.k, numbers, where, 1, 0, tiles.zero)
+        dk1 = _through_lengths(dk1, tiles.k, numbers, where, 1, 1, tiles.zero)
     _part_of(tiles.k, 0).store(dk0.to(kind))
     _part_of(tiles.k, 1).store(dk1.to(kind))
     sums = warpgroup_mma_wait(0, deps=(sums,))
     barrier()  # all have read the pairs and the later state
     dg_tile = tiles.pairs._reinterpret(kind, tiles.k.type.shape, tiles.k.type.layout)
     flat(dg_tile).permute((1, 0)).store((sums + (whole * held)[:, None]).to(kind))
-    _release(tiles, 2)
+    fence_async_shared()
+    barrier()
     at = _row_at(numbers, where, where.h, 0)
     store(maps.dq, at, tiles.q)
     store(maps.dk, at, tiles.k)
     store(maps.dg, at, dg_tile)
+    if more:
+        _bring_states(maps, tiles, after)
 
 
 @gluon.jit
@@ -408,8 +405,8 @@ def _sums_of_gates(tiles, own, terms, across):
     )  # fmt: skip
     for n in gl.static_range(2):
         sums = warpgroup_mma(gl.convert_layout(terms[n], NARROW), onward.index(n), sums, is_async=True)
-        high = rounded(across[n])
-        low = rounded(across[n] - high.to(gl.float32))
+        high = _rounded(across[n])
+        low = _rounded(across[n] - high.to(gl.float32))
         sums = warpgroup_mma(gl.convert_layout(high, NARROW), signs.index(n), sums, is_async=True)
         sums = warpgroup_mma(gl.convert_layout(low, NARROW), signs.index(n), sums, is_async=True)
     return sums
@@ -421,55 +418,66 @@ def _tile(source, COUNT: gl.constexpr = 1):
 
 
 @gluon.jit
-def _opened(rings, zero):
+def _opened(tiles, zero):
     """The tiles, at addresses that the compiler does not hold through the loop."""
-    masks = rings.signs
+    masks = tiles.signs
     return Tiles(
-        rings.seen, rings.u, rings.before.index(zero), rings.later.index(zero), rings.q.index(zero),
-        rings.k.index(zero), rings.g.index(zero), rings.pairs.index(zero), masks.index(zero), masks.index(zero + 1),
-        masks.index(zero + 2), rings.decays, rings.ready, rings.free, zero,
+        tiles.seen, tiles.u, tiles.before.index(zero), tiles.later.index(zero),
+        tiles.q.index(zero), tiles.k.index(zero), tiles.g.index(zero), tiles.pairs.index(zero),
+        masks.index(zero), masks.index(zero + 1), masks.index(zero + 2), tiles.ready, zero,
     )  # fmt: skip
-
-
-@gluon.jit
-def _work(maps, numbers, rings, scale, LEAST: gl.constexpr, NORMALIZE: gl.constexpr):
-    """The two warpgroups."""
-    LAYOUT: gl.constexpr = wide_layout(C)
-    steps = _steps(numbers)
-    whole = _whole_of(numbers, _chunk_of(numbers, 0), LAYOUT)
-    for step in range(steps):
-        where = _chunk_of(numbers, step)
-        tiles = _opened(rings, uniform(step * 0))
-        next_whole = _whole_of(numbers, _chunk_of(numbers, gl.minimum(step + 1, steps - 1)), LAYOUT)
-        served = (gl.min(gl.where(whole >= LEAST, 1, 0), 0) == 1) & (where.first + C <= where.tokens)
-        if served:
-            _of_chunk(maps, numbers, tiles, where, step & 1, whole, scale, NORMALIZE)
-        else:
-            tma.store_wait(0)
-            _release(tiles, 3)
-            for n in gl.static_range(5):
-                mbarrier.wait(tiles.ready.index(n), step & 1)
-            for n in gl.static_range(3):
-                _release(tiles, n)
-        whole = next_whole
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["scale"])
 def channel_gradients(numbers, maps, scale, LEAST: gl.constexpr, NORMALIZE: gl.constexpr):
     """Whole chunks whose decay is at least LEAST in every channel."""
     kind: gl.constexpr = maps.k.dtype
+    LAYOUT: gl.constexpr = wide_layout(C)
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     seen = gl.allocate_shared_memory(kind, [4] + maps.do.block_type.shape, maps.do.layout)
     masks = gl.allocate_shared_memory(kind, [3, C, C], square)
     pairs = gl.allocate_shared_memory(kind, [1, 2 * C, C], square)
     rings = Tiles(
         seen, _tile(maps.u, 2), _tile(maps.before), _tile(maps.later), _tile(maps.q), _tile(maps.k), _tile(maps.g),
-        pairs, masks, masks, masks, _tile(maps.decays, 2), make_barriers(5, 1), make_barriers(4, 1), 0,
+        pairs, masks, masks, masks, make_barriers(7, 1), 0,
     )  # fmt: skip
-    _write_masks(masks, kind)
+    tiles = _opened(rings, gl.program_id(0) * 0)
+    _write_masks(tiles, kind)
     fence_async_shared()
     barrier()
-    gl.warp_specialize(
-        [(_work, (maps, numbers, rings, scale, LEAST, NORMALIZE)), (_fill, (maps, numbers, rings))], [1], [24]
-    )
+    steps = (numbers.everything - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    where = _chunk_of(numbers, 0)
+    _bring_early(maps, numbers, tiles, where, 0)
+    _bring_seen(maps, numbers, tiles, where)
+    _bring_states(maps, tiles, where)
+    whole = _whole_of(numbers, where, LAYOUT)
+    for step in range(steps):
+        where = _chunk_of(numbers, step)
+        tiles = _opened(rings, uniform(step * 0))
+        more = step + 1 < steps
+        after = _chunk_of(numbers, gl.minimum(step + 1, steps - 1))
+        odd = step & 1
+        next_whole = _whole_of(numbers, after, LAYOUT)
+        served = (gl.min(gl.where(whole >= LEAST, 1, 0), 0) == 1) & (where.first + C <= where.tokens)
+        if served:
+            _of_chunk(maps, numbers, tiles, where, odd, more, after, whole, scale, NORMALIZE)
+        else:
+            _pass_by(maps, numbers, tiles, where, odd, more, after)
+        whole = next_whole
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _pass_by(maps, numbers, tiles, where, odd, more, after):
+    """Brings what comes next, without a look at this chunk's tiles."""
+    tma.store_wait(0)
+    barrier()
+    _bring_rows(maps.k, numbers, where, where.h // numbers.group, tiles.ready.index(4), tiles.k)
+    _bring_rows(maps.q, numbers, where, where.h // numbers.group, tiles.ready.index(5), tiles.q)
+    for n in gl.static_range(7):
+        mbarrier.wait(tiles.ready.index(n), odd)
+    barrier()
+    if more:
+        _bring_early(maps, numbers, tiles, after, odd ^ 1)
+        _bring_seen(maps, numbers, tiles, after)
+        _bring_states(maps, tiles, after)
