@@ -102,7 +102,7 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("gated_delta_rule", "triton", "pairs_by_token", "sm_90"): (248, "bound to 168 registers: 193 us, as without"),
     ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
     ("gated_delta_rule", "triton", "walk_chunks", "sm_90"): (88, "with a gate per channel in reverse: part of 615 us"),
-    ("gated_delta_rule", "triton", "channel_gradients", "sm_90"): (256, "mostly outside its loop: 1167 us"),
+    ("gated_delta_rule", "triton", "channel_gradients", "sm_90"): (260, "mostly outside its loop: 1167 us"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (
         280,
         "three gradients at 64 x 128, packed and with heads that share q; untimed",
