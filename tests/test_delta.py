@@ -294,6 +294,50 @@ def test_what_comes_later_changes_nothing(
     assert not torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("ends", [None, [0, 1, 43, 97]])
+def test_rows_that_are_one_number_times_another(ends: list[int] | None, device: str) -> None:
+    """RWKV-7: the last row's gradient of b is (do . u) r, and the second row's of a is (v . dx) k of the first row.
+    Where the first cancels to a thousandth, the gradients are still right."""
+    dice, T, half = torch.Generator(device).manual_seed(0), 97, torch.float16
+    given = [torch.randn(1, T, 2, 16, device=device, generator=dice) for _ in range(7)]
+    given[1] = -0.6 * given[1].sigmoid()
+    for n in (4, 5):
+        given[n] = 0.7 * torch.nn.functional.normalize(given[n], dim=-1)
+    args, do = [t.to(half) for t in given[:6]], given[6].to(half)
+    sequences = list(pairwise(ends or [0, T]))
+    cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
+
+    def run(impl: str, kind: torch.dtype) -> tuple[torch.Tensor, ...]:
+        leaves = [t.to(kind).requires_grad_() for t in args]
+        o = ridgeline.rwkv7(*leaves, cu_seqlens=cu_seqlens, impl=impl)
+        assert isinstance(o, torch.Tensor)
+        return torch.autograd.grad(o, leaves, do.to(kind))
+
+    def without(x: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
+        """x without its part along a vector, but for a thousandth of its length."""
+        way = torch.nn.functional.normalize(along.double(), dim=-1)
+        return (x.double() - (x.double() * way).sum(-1, keepdim=True) * way + 1e-3 * x.double().norm() * way).to(half)
+
+    for first, beyond in sequences:
+        if beyond - first > 1:
+            do[0, beyond - 1] = without(do[0, beyond - 1], _last_u(args, first, beyond))
+    numbers, found = run("naive", torch.float64), run("triton", half)
+    for first, beyond in sequences:
+        if beyond - first > 1:
+            for n, row in ((4, first + 1), (5, beyond - 1)):
+                error = (found[n].double() - numbers[n])[0, row].norm(dim=-1) / numbers[n][0, row].norm(dim=-1)
+                assert (error < 5e-3).all(), (n, row, error)
+
+
+def _last_u(args: list[torch.Tensor], first: int, beyond: int) -> torch.Tensor:
+    _, w, k, v, a, b = [t[0].double() for t in args]
+    S = torch.zeros(2, 16, 16, dtype=torch.float64, device=w.device)
+    for t in range(first, beyond):
+        u = torch.einsum("hk,hkv->hv", a[t], S)
+        S = S * w[t].exp()[..., None] + b[t][..., None] * u[:, None] + k[t][..., None] * v[t][:, None]
+    return u
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["delta, per channel", "rwkv7"])
 @pytest.mark.parametrize("low", [-0.3, -1.0, -5.0, -60.0])

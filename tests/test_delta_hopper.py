@@ -29,7 +29,7 @@ def started(card: str, dtype: torch.dtype = torch.bfloat16, D: int = 128, gate: 
     q, k, do, dq, dk, dv = (empty(8, 4096, 16, D) for _ in range(6))
     v = empty(8, 4096, 16, D + step)[..., :D]
     g, beta = empty(8, 4096, 16, *([D] if gate == 2 else [])), empty(8, 4096, 16)
-    dg, dbeta = (empty(*t.shape, kind=torch.float32) for t in (g, beta))
+    dg, dbeta = empty(*g.shape, kind=dtype if gate == 2 else torch.float32), empty(*beta.shape, kind=torch.float32)
     seen: list[boundary.Launch] = []
     with devices.pretend(card), boundary.observe(seen.append):
         made = dq, dk, dv, dg, dbeta, None, None, None
@@ -39,7 +39,7 @@ def started(card: str, dtype: torch.dtype = torch.bfloat16, D: int = 128, gate: 
 
 @pytest.mark.kernels
 def test_calls_that_they_serve() -> None:
-    """Half precision with 128 channels and columns, a gate per head, and rows that TMA takes, on Hopper."""
+    """Half precision with 128 channels and columns, and rows that TMA takes, on Hopper."""
     ours = {"pairs_by_token", "walk_chunks", "chunk_gradients"}
     for card in ("h100", "h200"):
         assert started(card) == ours
@@ -50,7 +50,11 @@ def test_calls_that_they_serve() -> None:
     assert started("h200", torch.float32) == others
     assert started("h200", D=64) == others
     assert started("b200") == others
-    assert not started("h200", gate=2) & ours
+    rest = {"write_block_masks", "half_pairs_by_channel", "half_gradients_by_channel"}
+    assert started("h200", gate=2) == rest | {"pairs_at_once", "walk_chunks", "channel_gradients"}
+    assert started("h200", torch.float16, gate=2) == rest | {"walk_chunks"}
+    assert not started("b200", gate=2) & {"walk_chunks", "channel_gradients"}
+    assert not started("h200", D=64, gate=2) & {"walk_chunks", "channel_gradients"}
 
 
 BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8}
@@ -111,7 +115,10 @@ CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", FACTOR)
-def test_results_and_bits(case: str, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gate", ["per head", "per channel", "strong per channel"])
+def test_results_and_bits(
+    case: str, dtype: torch.dtype, gate: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All outputs and gradients against the recurrence in float64; a rerun gives the same bits."""
     (B, T, H, HV), given = CASES[case]
     dice = torch.Generator(device).manual_seed(0)
@@ -119,12 +126,13 @@ def test_results_and_bits(case: str, dtype: torch.dtype, device: str, monkeypatc
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=dice)
 
-    monkeypatch.setattr(tuning, "version", -40 - list(CASES).index(case))
+    monkeypatch.setattr(tuning, "version", -40 - 100 * len(gate) - list(CASES).index(case))
     monkeypatch.setattr(_delta_chunks, "span", lambda *_: given.get("span", 0))
     ends = given.get("ends")
     cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
     N = B if ends is None else len(ends) - 1
-    gates = torch.nn.functional.logsigmoid(normal(B, T, HV) + 3)
+    gates = normal(B, T, HV, *([] if gate == "per head" else [128])) + (3 if gate[0] == "p" else 0)
+    gates = torch.nn.functional.logsigmoid(gates)
     args = [normal(B, T, H, 128), normal(B, T, H, 128), normal(B, T, HV, 128), gates, 2 * normal(B, T, HV).sigmoid()]
     state = normal(N, HV, 128, 128) if given.get("states") else None
     incoming = normal(B, T, HV, 128).to(dtype)

@@ -111,6 +111,8 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
         "two warpgroups of 255 registers share a multiprocessor: 503 us; packed and with heads that share q the most",
     ),
     ("gated_delta_rule", "triton", "walk_chunks", "sm_90"): (24, "three registers, outside its loop"),
+    ("gated_delta_rule", "triton", "walk_chunks", "sm_90"): (88, "with a gate per channel in reverse: part of 615 us"),
+    ("gated_delta_rule", "triton", "channel_gradients", "sm_90"): (260, "mostly outside its loop: 1167 us"),
     ("gated_delta_rule", "triton", "gradients_by_token", "sm_90"): (
         280,
         "three gradients at 64 x 128, packed and with heads that share q; untimed",

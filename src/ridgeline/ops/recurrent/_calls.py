@@ -201,12 +201,12 @@ class Engine(NamedTuple):
 
 def engine(
     name: str, others: tuple[str, ...] = ("g", "u"), narrow: tuple[str, ...] = (), options: str = "", shared: bool =
-    False, own: tuple[str, ...] = (),
+    False,
 ) -> Engine:  # fmt: skip
     """Registers `<name>_fwd`, `<name>_bwd` and `<name>_step`.
 
-    others: tensors or None. narrow: those whose gradients have the dtype of q's. options: more arguments of the ops.
-    own: the same where they have a dimension of channels and q's dtype.
+    others: tensors or None. narrow: those whose gradients have their dtype if it is that of q and nothing is shared.
+    options: more arguments of the ops.
     shared: launchers sum the gradients of q and k over the value heads that share them."""
     registered: dict[str, Op] = {}
     tensors = f"Tensor q, Tensor k, Tensor v, {', '.join(f'Tensor? {n}' for n in others)}, Tensor? first"
@@ -243,8 +243,8 @@ def engine(
         made: list[Any] = [dq, dk, torch.empty(v.shape, dtype=v.dtype, device=q.device)]
         for n, t in zip(others, rest, strict=False):
             shape = None if t is None else (HV, K)[: t.dim()] if t.dim() < 3 else (B, T, HV, K)[: t.dim()]
-            rows = n in own and t is not None and t.dim() == 4 and t.dtype == q.dtype
-            dtype = kind if n in narrow or rows else torch.float32
+            same = n in narrow and t is not None and t.dim() == 4 and t.dtype == q.dtype and t.shape[2] == heads
+            dtype = q.dtype if same else torch.float32
             made.append(None if shape is None else torch.empty(shape, dtype=dtype, device=q.device))
         first = rest[len(others)]
         made.append(None if first is None else torch.empty(first.shape, **fresh))

@@ -115,6 +115,9 @@ class DeltaForm(NamedTuple):
     APART: int = 0  # chunks of a program, where those that meet in one product are other kernels' (`_at_once.py`)
 
 
+LOOK = tl.constexpr(16)
+
+
 @triton.jit
 def _dot(x, y, like, form: tl.constexpr):
     return tl.dot(x.to(like.dtype), y.to(like.dtype), input_precision=form.PRECISION)
@@ -1065,3 +1068,90 @@ def gradients_by_channel(
         tl.debug_barrier()
         _through_length(q, of_q, product_q, grads.q, packing, n, h, start, rows, tokens, form)
         _through_length(k, of_k, product_k, grads.k, packing, n, h, start, rows, tokens, form)
+
+
+@triton.jit
+def _one_row(x, place, t, columns, WIDTH: tl.constexpr):
+    return tl.load(place + t.to(tl.int64) * x.token + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rows_of_step(tensors, places, t, depth, columns, form: tl.constexpr, REVERSE: tl.constexpr):
+    """What a step of the recurrence from row t takes: the row that reads, the one that writes what was read, the gate,
+    and the two of the plain product, which with time reversed are those of the row before."""
+    q, k, v, a, b, gate, do = tensors
+    at_q, at_k, at_v, at_a, at_b, at_gate, at_do = places
+    one, other = _one_row(a, at_a, t, depth, form.K), _one_row(b, at_b, t, depth, form.K)
+    decay = tl.exp2(_one_row(gate, at_gate, t, depth, form.K) * 1.4426950408889634)
+    if REVERSE:
+        before = tl.maximum(t - 1, 0)
+        outer, values = _one_row(q, at_q, before, depth, form.K), _one_row(do, at_do, before, columns, form.V)
+        found = other, one, decay, outer, values
+    else:
+        found = one, other, decay, _one_row(k, at_k, t, depth, form.K), _one_row(v, at_v, t, columns, form.V)
+    return found
+
+
+@triton.jit
+def end_rows(q, k, v, a, b, gate, do, states, grad, packing, scale, form: tl.constexpr, REVERSE: tl.constexpr):
+    """RWKV-7: the last row's gradient of b, from the states before chunks, or the second row's of a, from the gradients
+    of those after chunks.
+
+    They are one number times a row of another input: scale (do . u) q, and (v . dx) k of the first row, where no state
+    is given. Where such a number cancels, all that U or the gradient of X was rounded by is left. So the recurrence
+    makes it again, in float32, from a state that is kept LOOK rows away or more."""
+    n, h = tl.program_id(0) // packing.heads, tl.program_id(0) % packing.heads
+    start, tokens = find_span(packing, n)
+    if tokens < 2:
+        return
+    BV: tl.constexpr = form.BV
+    depth = tl.arange(0, form.BK)
+    room = tl.program_id(0).to(tl.int64) * packing.chunks
+    if packing.ends is not None:
+        room = h.to(tl.int64) * packing.chunks + _room(packing, n, packing.unit)
+    tensors = q, k, v, a, b, gate, do
+    places = (
+        find_head(q, n, h, packing.ends, start), find_head(k, n, h, packing.ends, start),
+        find_head(v, n, h, packing.ends, start), find_head(a, n, h, packing.ends, start),
+        find_head(b, n, h, packing.ends, start), find_head(gate, n, h, packing.ends, start),
+        find_head(do, n, h, packing.ends, start),
+    )  # fmt: skip
+    of_outer = 1.0
+    if REVERSE:
+        of_outer = scale
+        chunk = tl.minimum(1 + LOOK, tokens - 1) // form.C
+        first = tl.minimum(chunk * form.C + form.C, tokens) - 1
+        last = 0 * tokens + 1
+    else:
+        chunk = tl.maximum(tokens - 1 - LOOK, 0) // form.C
+        first, last = chunk * form.C, tokens - 1
+    sums = 0.0
+    for part in range((form.V + BV - 1) // BV):
+        columns = part * BV + tl.arange(0, BV)
+        at = states + (room + chunk) * (form.K * form.V) + columns[:, None] * form.K + depth[None, :]
+        inside = (depth < form.K)[None, :] & (columns < form.V)[:, None]
+        state = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if REVERSE:
+            left, right = _one_row(do, places[6], first, columns, form.V), _one_row(q, places[0], first, depth, form.K)
+            state += left[:, None] * (scale * right)[None, :]
+        one, other, decay, outer, values = _rows_of_step(tensors, places, first, depth, columns, form, REVERSE)
+        for step in range(tl.abs(last - first)):
+            t = first - step - 1 if REVERSE else first + step + 1  # the next row, under way while this one is used
+            next_one, next_other, next_decay, next_outer, next_values = _rows_of_step(
+                tensors, places, t, depth, columns, form, REVERSE
+            )  # fmt: skip
+            seen = tl.sum(state * one[None, :], 1)
+            state = state * decay[None, :] + seen[:, None] * other[None, :]
+            state += (of_outer * values)[:, None] * outer[None, :]
+            one, other, decay, outer, values = next_one, next_other, next_decay, next_outer, next_values
+        seen = tl.sum(state * one[None, :], 1)
+        if REVERSE:
+            sums += tl.sum(seen * _one_row(v, places[2], last - 1, columns, form.V), 0)
+        else:
+            sums += tl.sum(seen * _one_row(do, places[6], last, columns, form.V), 0)
+    if REVERSE:
+        found = sums * _one_row(k, places[1], last - 1, depth, form.K)
+    else:
+        found = scale * sums * _one_row(q, places[0], last, depth, form.K)
+    to = own_rows(grad, packing, n, h, start, form.K) + last.to(tl.int64) * (packing.heads * form.K)
+    tl.store(to + depth, found, mask=depth < form.K)

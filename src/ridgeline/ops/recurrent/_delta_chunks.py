@@ -22,6 +22,7 @@ from ridgeline.ops.recurrent._delta import (
     chain_gradients,
     chain_segments,
     chain_states,
+    end_rows,
     gradients_by_channel,
     gradients_by_token,
     pairs_by_channel,
@@ -360,7 +361,7 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
     states = ChunkStates(None, None, before, later, states.solved, states.turned, None, None)
     facts: dict[str, Any] = {"form": plan.form, "num_warps": plan.tiles.warps[2], "num_stages": plan.tiles.stages[1]}
     grid = count, plan.parallel[1]
-    if plan.hopper:
+    if plan.hopper and plan.form.GATE == 1:
         hopper.start_gradients(grid, call, rows.data, matrices, states, grads, packing)
     elif plan.form.GATE == 1:
         launch(gradients_by_token, grid, q, k, g, rows, matrices, states, grads, packing, call.scale, **facts)
@@ -376,12 +377,34 @@ def _chunk_gradients(plan: Plan, call: DeltaCall, rows: Rows, states: ChunkState
             wide = once["form"]._replace(BV=max(16, triton.next_power_of_2(plan.form.V)))
             args = q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing, call.scale
             launch(gradients_at_once, grid, *args, **(once | {"form": wide}))
+        elif once and plan.hopper and hopper.serves_channels(call, grads):
+            least = 2.0 ** -once["form"].HALVINGS
+            hopper.start_channel_gradients(grid, call, rows.data, matrices, states, grads, packing, least)
+        else:
+            once = None
+        if once:
             count = apart(device.of(call.v), grid)
             facts["form"], grid = facts["form"]._replace(APART=count), (-(-grid[0] // count), grid[1])
         launch(
             half_gradients_by_channel, grid, q, k, v, a, b, g, rows, matrices, states, grads, plan.masks, packing,
             call.scale, **facts,
         )  # fmt: skip
+
+
+def _end_rows(
+    plan: Plan, call: DeltaCall, rows: Rows, states: ChunkStates, grads: Grads, wanted: tuple[bool, ...]
+) -> None:
+    """The last row's gradient of b, and with time reversed the second row's of a, where they are one number times a
+    row: RWKV-7 in half precision, where no gradient of the last state is given, and no first state."""
+    if not plan.form.LOW or plan.form.SINGLE:
+        return
+    q, k, v, a, b, g, _ = plan.tensors
+    form, N = plan.form._replace(BV=max(16, min(plan.tiles.chain, 4096 // plan.form.BK))), plan.packing.sequences
+    for reverse in wanted:
+        grad, kept = (grads.a, states.later) if reverse else (grads.b, states.before)
+        if (call.first if reverse else states.first) is None:
+            args = q, k, v, a, b, g, rows, kept, grad, plan.packing, call.scale
+            launch(end_rows, (N * call.v.shape[2],), *args, form=form, REVERSE=reverse, num_warps=4)
 
 
 def _reverse(
@@ -407,6 +430,7 @@ def _reverse(
     if not some:
         walk(form, states, packing)
         _chunk_gradients(plan, call, rows, states, grads, 0, present)
+        _end_rows(plan, call, rows, states, grads, (False, True))
         return
     carry = torch.empty((*plan.pairs[1:], form.K, form.V), **_wide(call))
     first = states.first
@@ -416,7 +440,10 @@ def _reverse(
         last = states.last if begin == 0 and states.last is not None else carry
         walk(form, states._replace(first=first, last=last), packing._replace(begin=begin, span=some))
         _chunk_gradients(plan, call, rows, states, grads, begin, min(some, present - begin))
+        if begin + some >= present:  # the states before the last chunks are still there
+            _end_rows(plan, call, rows, states, grads, (False,))
         first = carry
+    _end_rows(plan, call, rows, states, grads, (True,))
 
 
 def delta_bwd(

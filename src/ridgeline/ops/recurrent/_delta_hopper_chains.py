@@ -1,7 +1,8 @@
-"""The delta rule's chains with a gate per token, in Gluon for Hopper: a sequence and head a program.
+"""The delta rule's chains in Gluon for Hopper: a sequence and head a program.
 
 A warp brings each chunk's tiles by TMA, some chunks ahead. Two warpgroups go through the chunks, each with half of v's
-columns: their states never meet, so they wait for tiles alone. All is transposed, as in `chain_states`.
+columns: their states never meet, so they wait for tiles alone. All is transposed, as in `chain_states`. With a gate per
+channel rows come with their decays, those of k that read and those that write apart.
 """
 
 from __future__ import annotations
@@ -32,15 +33,19 @@ class WalkMaps(NamedTuple):
     q: Any
     k: Any
     v: Any  # or do
-    squares: Any  # P in the first 64 columns of a row, and L in the next
+    squares: Any  # P in the first 64 columns of a row, and L in the next; with a gate per channel P, (B, heads, ...)
     decays: Any
     rows: Any  # written: o, or U / beta, or the gradient of v; None for N and M
     states: Any  # written: the states before chunks, or their gradients after chunks; or None
     solved: Any  # U / beta, in reverse; or None
+    # with a gate per channel; else None
+    b: Any = None  # rows of k that write
+    solve: Any = None  # L
+    whole: Any = None  # a chunk's decay, (B, heads, chunks, K)
 
 
 class Walk(NamedTuple):
-    whole: Any  # a chunk's decay
+    whole: Any  # a chunk's decay, with a gate per token
     first: Any  # (sequences, heads, K, V) in float32 or None
     last: Any
     starts: Any  # the state before each segment, (B, heads, rooms, V, K) in float32, or None
@@ -117,6 +122,9 @@ class Rings(NamedTuple):
     solved: Any  # halves
     ready: Any
     free: Any
+    b: Any
+    whole: Any
+    brought: Any  # of `solved` where it has room for one chunk
 
 
 @gluon.jit
@@ -124,6 +132,26 @@ def _numbers_of(rings, stage, row: gl.constexpr, LAYOUT: gl.constexpr):
     """A number for each row of the chunk."""
     tile = rings.decays.index(stage)._reinterpret(gl.float32, [4, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return tile.index(row).load(gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def _whole_of(walk, rings, stage, early, LAYOUT: gl.constexpr):
+    """A chunk's decay, or that of each channel. early: the first, loaded before."""
+    if rings.whole is None:
+        found = early
+    else:
+        K: gl.constexpr = rings.whole.type.shape[-1]
+        tile = rings.whole.index(stage)._reinterpret(gl.float32, [1, K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        found = tile.index(0).load(gl.SliceLayout(0, LAYOUT))[None, :]
+    return found
+
+
+@gluon.jit
+def _early_whole(walk, rings, at):
+    found = 1.0
+    if rings.whole is None:
+        found = gl.load(walk.whole + at)
+    return found
 
 
 @gluon.jit
@@ -181,7 +209,7 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
     for t in range(place.count):
         chunk = place.low + t
         stage, odd = t % STAGES, (t // STAGES) & 1
-        whole = gl.load(walk.whole + own + chunk)
+        whole = _early_whole(walk, rings, own + chunk)
         low = state.to(kind)
         if not OUT and not ENDS:
             tma.store_wait(1)  # of the previous chunk's two, the states
@@ -205,7 +233,7 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
         x = tv - _numbers_of(rings, stage, 1, NARROW) * x
         y = gl.convert_layout((factor * x).to(kind), operand_layout(NARROW))
         y = warpgroup_mma(y, flat(rings.solve.index(stage)).permute((1, 0)), none, use_acc=False, is_async=True)
-        state *= whole
+        state *= _whole_of(walk, rings, stage, whole, WIDE)
         if OUT:
             out, y = warpgroup_mma_wait(0, deps=(out, y))
         else:
@@ -213,7 +241,7 @@ def _forward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, OUT: gl.con
         y = x - y
         u = factor * y
         right = gl.convert_layout((_numbers_of(rings, stage, 2, NARROW) * u).to(kind), operand_layout(WIDE))
-        pending = warpgroup_mma(right, tk, state, is_async=True)
+        pending = warpgroup_mma(right, flat(rings.b.index(stage)), state, is_async=True)
         if OUT:
             out *= _numbers_of(rings, stage, 0, NARROW)
             right = gl.convert_layout(u.to(kind), operand_layout(NARROW))
@@ -243,12 +271,17 @@ def _fill(maps, walk, rings, MODE: gl.constexpr):
     STAGES: gl.constexpr = rings.k.type.shape[0]
     place = _place(walk, MODE == 2)
     of_k = place.h // walk.group
+    CHANNELS: gl.constexpr = maps.b is not None
+    if CHANNELS:
+        of_k = place.h
     SIZE: gl.constexpr = (
         maps.k.block_type.nbytes + 2 * maps.v.block_type.nbytes + maps.squares.block_type.nbytes
         + maps.decays.block_type.nbytes
+        + (maps.b.block_type.nbytes + maps.whole.block_type.nbytes if CHANNELS else 0)
     )  # fmt: skip
     MORE: gl.constexpr = 0 if MODE == 1 else maps.q.block_type.nbytes + maps.squares.block_type.nbytes
     LAST: gl.constexpr = 2 * maps.solved.block_type.nbytes if maps.solved is not None else 0
+    ONE: gl.constexpr = CHANNELS and maps.solved is not None
     for t in range(place.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
         chunk = place.low + t
@@ -256,18 +289,34 @@ def _fill(maps, walk, rings, MODE: gl.constexpr):
             chunk = place.low + place.count - 1 - t
         mbarrier.wait(rings.free.index(stage), odd ^ 1)
         ready = rings.ready.index(stage)
-        mbarrier.expect(ready, SIZE + MORE + LAST)
+        mbarrier.expect(ready, SIZE + MORE + (0 if ONE else LAST))
         load(maps.k, _at(walk, place, of_k, chunk, 0), ready, rings.k.index(stage))
         load(maps.decays, [place.batch, place.h, place.kept + chunk, 0, 0], ready, rings.decays.index(stage))
         load(maps.v, _at(walk, place, place.h, chunk, 0), ready, rings.v.index(2 * stage))
         load(maps.v, _at(walk, place, place.h, chunk, HALF), ready, rings.v.index(2 * stage + 1))
-        load(maps.squares, _at(walk, place, place.h, chunk, C), ready, rings.solve.index(stage))
+        if CHANNELS:
+            own = [place.batch, place.h, place.kept + chunk, 0, 0]
+            load(maps.b, _at(walk, place, of_k, chunk, 0), ready, rings.b.index(stage))
+            load(maps.whole, [place.batch, place.h, place.kept + chunk, 0], ready, rings.whole.index(stage))
+            load(maps.solve, own, ready, rings.solve.index(stage))
+            if MODE != 1:
+                load(maps.squares, own, ready, rings.pair.index(stage))
+        else:
+            load(maps.squares, _at(walk, place, place.h, chunk, C), ready, rings.solve.index(stage))
+            if MODE != 1:
+                load(maps.squares, _at(walk, place, place.h, chunk, 0), ready, rings.pair.index(stage))
         if MODE != 1:
-            load(maps.squares, _at(walk, place, place.h, chunk, 0), ready, rings.pair.index(stage))
             load(maps.q, _at(walk, place, of_k, chunk, 0), ready, rings.q.index(stage))
         if maps.solved is not None:
-            load(maps.solved, _at(walk, place, place.h, chunk, 0), ready, rings.solved.index(2 * stage))
-            load(maps.solved, _at(walk, place, place.h, chunk, HALF), ready, rings.solved.index(2 * stage + 1))
+            spot = stage
+            if ONE:  # a chunk's, brought when the one before has been read
+                spot = 0 * stage
+                ready = rings.brought.index(0)
+                if t > 0:
+                    mbarrier.wait(rings.free.index((t - 1) % STAGES), ((t - 1) // STAGES) & 1)
+                mbarrier.expect(ready, LAST)
+            load(maps.solved, _at(walk, place, place.h, chunk, 0), ready, rings.solved.index(2 * spot))
+            load(maps.solved, _at(walk, place, place.h, chunk, HALF), ready, rings.solved.index(2 * spot + 1))
 
 
 @gluon.jit
@@ -279,18 +328,22 @@ def _ring(source, COUNT: gl.constexpr):
 def walk_chunks(walk, maps, scale, MODE: gl.constexpr, STAGES: gl.constexpr):
     """MODE: 0 for outputs, 1 for the states before chunks and U / beta, 2 in reverse for gradients."""
     k, v, solve = _ring(maps.k, STAGES), _ring(maps.v, 2 * STAGES), _ring(maps.squares, STAGES)
-    q, pair, solved = k, solve, v
+    q, pair, solved, b, whole = k, solve, v, k, None
+    if maps.b is not None:
+        b, whole = _ring(maps.b, STAGES), _ring(maps.whole, STAGES)
     if MODE != 1:
         q, pair = _ring(maps.q, STAGES), _ring(maps.squares, STAGES)
     if maps.solved is not None:
-        solved = _ring(maps.solved, 2 * STAGES)
-    ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    rings = Rings(q, k, v, solve, pair, _ring(maps.decays, STAGES), solved, ready, free)
+        solved = _ring(maps.solved, 2 * STAGES if maps.b is None else 2)
+    ready, free, brought = make_barriers(STAGES, 1), make_barriers(STAGES, 2), make_barriers(1, 1)
+    rings = Rings(q, k, v, solve, pair, _ring(maps.decays, STAGES), solved, ready, free, b, whole, brought)
     outs, kept = v, v
-    if maps.rows is not None:
-        outs = _ring(maps.rows, 2)
     if maps.states is not None:
         kept = _ring(maps.states, 2)
+    if maps.rows is not None and maps.b is not None and MODE == 2:  # a state has left when its chunk's rows are made
+        outs = kept._reinterpret(maps.rows.dtype, [4] + maps.rows.block_type.shape, maps.rows.layout)
+    elif maps.rows is not None:
+        outs = _ring(maps.rows, 2)
     fence_async_shared()
     if MODE == 2:
         gl.warp_specialize(
@@ -326,14 +379,15 @@ def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, ENDS: gl.c
     own = gl.program_id(1).to(gl.int64) * walk.chunks + place.kept
     none = gl.zeros([HALF, C], gl.float32, NARROW)
     state = _begin_state(walk, place, ME, True, K, 2 * HALF)
-    out_tile = outs.index(ME)
+    SHARED: gl.constexpr = maps.b is not None and not ENDS  # rows and states leave by one place
+    out_tile = outs.index(ME * (2 if SHARED else 1))
     rows = gl.arange(0, C, gl.SliceLayout(0, NARROW))
     for t in range(place.count):
         chunk = place.low + place.count - 1 - t
         stage, odd = t % STAGES, (t // STAGES) & 1
-        whole = gl.load(walk.whole + own + chunk)
+        whole = _early_whole(walk, rings, own + chunk)
         low = state.to(kind)
-        if not ENDS:
+        if not ENDS and not SHARED:
             tma.store_wait(1)
             flat(kept.index(ME)).store(low)
             fence_async_shared()
@@ -342,16 +396,24 @@ def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, ENDS: gl.c
         mbarrier.wait(rings.ready.index(stage), odd)
         tk, tq = flat(rings.k.index(stage)), flat(rings.q.index(stage))
         turned = flat(rings.v.index(2 * stage + ME)).permute((1, 0))
-        dx = warpgroup_mma(left, tk.permute((1, 0)), none, use_acc=False, is_async=True)
+        tb = flat(rings.b.index(stage))
+        dx = warpgroup_mma(left, tb.permute((1, 0)), none, use_acc=False, is_async=True)
         other = warpgroup_mma(turned, flat(rings.pair.index(stage)), none, use_acc=False, is_async=True)
         right = turned.load(NARROW).to(gl.float32) * (_numbers_of(rings, stage, 0, NARROW) * scale)
         right = gl.convert_layout(right.to(kind), operand_layout(WIDE))
+        if SHARED:
+            tma.store_wait(0)
+            barrier()
+            flat(kept.index(ME)).store(low)
+            fence_async_shared()
+            barrier()
+            store(maps.states, [place.batch, place.h, place.kept + chunk, ME * HALF, 0], kept.index(ME))
         dx, other = warpgroup_mma_wait(0, deps=(dx, other))
         factor = _numbers_of(rings, stage, 3, NARROW)
         dx = _numbers_of(rings, stage, 2, NARROW) * dx + scale * other
         y = gl.convert_layout((factor * dx).to(kind), operand_layout(NARROW))
         y = warpgroup_mma(y, flat(rings.solve.index(stage)), none, use_acc=False, is_async=True)
-        state *= whole
+        state *= _whole_of(walk, rings, stage, whole, WIDE)
         y = warpgroup_mma_wait(0, deps=(y,))
         dx -= y
         dv = factor * dx
@@ -359,12 +421,18 @@ def _backward(ME: gl.constexpr, maps, walk, rings, outs, kept, scale, ENDS: gl.c
         right = gl.convert_layout((-_numbers_of(rings, stage, 1, NARROW) * dv).to(kind), operand_layout(WIDE))
         state = warpgroup_mma(right, tk, state, is_async=True)
         if not ENDS:
-            solved = flat(rings.solved.index(2 * stage + ME)).permute((1, 0)).load(NARROW).to(gl.float32)
+            spot = 2 * stage + ME
+            if SHARED:
+                spot = 0 * stage + ME
+                mbarrier.wait(rings.brought.index(0), t & 1)
+            solved = flat(rings.solved.index(spot)).permute((1, 0)).load(NARROW).to(gl.float32)
             sums = gl.sum(dx * solved, 0)
             token = place.batch.to(gl.int64) * walk.tokens + place.start + chunk * C
             at = (walk.others if ME else walk.sums) + token * walk.heads + place.h
             gl.store(at + rows * walk.heads, sums, mask=rows < place.tokens - chunk * C)
-            tma.store_wait(1)
+            tma.store_wait(0 if SHARED else 1)
+            if SHARED:
+                barrier()
             flat(out_tile).permute((1, 0)).store(dv.to(kind))
             fence_async_shared()
             store(maps.rows, _at(walk, place, place.h, chunk, ME * HALF), out_tile)

@@ -30,7 +30,7 @@ from ridgeline.ops.recurrent._delta_calls import (
 from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
-through = engine("gated_delta_rule", ("g", "beta", "a", "b"), ("a", "b"), "bool normalize, ")
+through = engine("gated_delta_rule", ("g", "beta", "a", "b"), ("g", "a", "b"), "bool normalize, ")
 
 
 def reference(

@@ -30,7 +30,7 @@ from ridgeline.ops.recurrent._calls import (
 from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
-through = engine("gated_linear_attention", own=("g",))
+through = engine("gated_linear_attention", narrow=("g",))
 
 
 def reference(

@@ -29,7 +29,7 @@ from ridgeline.ops.recurrent._calls import (
 from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
-through = engine("rwkv6", own=("g",))
+through = engine("rwkv6", narrow=("g",))
 
 
 def reference(

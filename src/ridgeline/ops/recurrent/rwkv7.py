@@ -28,7 +28,7 @@ from ridgeline.ops.recurrent._delta_calls import (
 from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
-through = engine("rwkv7", ("g", "beta", "a", "b"), ("a", "b"), "bool normalize, ")
+through = engine("rwkv7", ("g", "beta", "a", "b"), ("g", "a", "b"), "bool normalize, ")
 
 
 def reference(
