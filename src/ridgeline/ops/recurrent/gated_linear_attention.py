@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _head_chunks
+from ridgeline.ops.recurrent import _head_chunks, _head_hopper
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -129,4 +129,8 @@ OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel(
     "triton_chunks", _head_chunks.IDEA, served=True, unless=_head_chunks.left_of_gates,
     **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates},
+)  # fmt: skip
+OP.kernel(
+    "gluon", _head_hopper.IDEA, unless=_head_chunks.left_of_gates,
+    **_head_hopper.KERNEL | {"supports": _head_hopper.refusal_of_gates},
 )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _causal_product, _head_chunks
+from ridgeline.ops.recurrent import _causal_product, _head_chunks, _head_hopper
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -105,3 +105,4 @@ for name, idea in (
     OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=_causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL)
+OP.kernel("gluon", _head_hopper.IDEA, unless=_head_chunks.left_of_gates, **_head_hopper.KERNEL)

@@ -1,0 +1,82 @@
+"""Starts of the Gluon chains of a gate per head or none, on Hopper: half precision, 128 columns of q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ridgeline import device
+from ridgeline.boundary import launch
+from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent import _calls, _chunks, _head_chunks
+from ridgeline.ops.recurrent._delta_hopper import mapped
+from ridgeline.ops.recurrent._head_hopper_chains import Scan, ScanMaps, walk_heads
+
+Maybe = torch.Tensor | None
+STAGES = 3  # chunks that tiles are brought ahead, as shared memory allows
+ROWS, WIDTH, EVERY = 64, 128, 2
+IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
+
+
+def _rows(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
+    packed = call.ends is not None
+    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), 128, packed)
+
+
+def room_of(call: _chunks.Call) -> int:
+    """Chunks that a head has room for, with the state after each sequence."""
+    sequences = 1 if call.ends is None else call.sequences
+    return EVERY * (call.q.shape[1] // (EVERY * ROWS) + 2 * sequences)
+
+
+def _scan(
+    call: _chunks.Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, out: torch.Tensor, last: Maybe,
+    turned: bool, own: Maybe = None, sums: Maybe = None, marks: Maybe = None,
+) -> None:  # fmt: skip
+    """A pass forward. turned: whether the state's rows are c's columns, as for dq."""
+    heads, half, gate = call.v.shape[2], WIDTH // 2, None if call.g is None else call.rows(call.g)
+    maps = ScanMaps(
+        _rows(a, WIDTH, call), _rows(b, WIDTH, call), _rows(c, half, call), _rows(out, half, call),
+        None if own is None else _rows(own, half, call),
+        None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
+    )  # fmt: skip
+    steps = (1, WIDTH) if turned else (WIDTH, 1)
+    groups = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
+    facts = (None, 0, 0, 0, 1) if gate is None else gate
+    sizes = Scan(
+        out, *facts, call.first, last, *steps, sums, 0 if sums is None else sums.stride(0), call.ends, call.q.shape[1],
+        heads, room_of(call), *groups,
+    )  # fmt: skip
+    count = call.sequences * heads
+    launch(walk_heads, (count,), sizes, maps, call.scale, STAGES=STAGES, num_warps=4, maxnreg=168)
+
+
+def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = _chunks.Call(*inputs)
+    _scan(call, call.q, call.k, call.v, o, last, False)
+
+
+def refusal(*args: Any, **given: Any) -> str | None:
+    """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
+    rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype]
+    reason = _calls.refusal(*args, **given)
+    if reason is None and any([t.shape[-1] != WIDTH for t in rows]):
+        reason = f"q, k and v have {WIDTH} columns, got {[t.shape[-1] for t in rows]}"
+    if reason is None and not all([mapped(t) for t in rows]):
+        reason = "rows of q, k and v begin at multiples of 16 bytes"
+    if reason is None and not args[0].numel():
+        reason = "there are no tokens"
+    return reason
+
+
+def refusal_of_gates(*args: Any, **given: Any) -> str | None:
+    """As `refusal`, of gated_linear_attention's calls. Backward's inputs begin with two gradients."""
+    gate = args[5] if len(args) > 10 else args[3]
+    return "its gate is one per head, got one per channel" if gate.dim() == 4 else refusal(*args, **given)
+
+
+KERNEL: dict[str, Any] = {
+    "kind": "gluon", "fwd": fwd, "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "shared": 227 << 10,
+    "supports": refusal, "served": True,
+}  # fmt: skip
