@@ -12,9 +12,11 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _calls, _chunks, _head_chunks
 from ridgeline.ops.recurrent._delta_hopper import mapped
 from ridgeline.ops.recurrent._head_hopper_chains import Scan, ScanMaps, walk_heads
+from ridgeline.ops.recurrent._head_hopper_gates import Parts, join_gates
+from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_keys
 
 Maybe = torch.Tensor | None
-STAGES = 3  # chunks that tiles are brought ahead, as shared memory allows
+STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
 ROWS, WIDTH, EVERY = 64, 128, 2
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
@@ -57,6 +59,46 @@ def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     _scan(call, call.q, call.k, call.v, o, last, False)
 
 
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
+    dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    """A pass for dq, one in reverse for dk and dv, and one that joins the parts of dg."""
+    call = _chunks.Call(*inputs)
+    do = do if mapped(do) else do.contiguous()
+    (B, _, HV, _), room = call.v.shape, room_of(call)
+    places = B * HV * room
+    queries = keys = own = meets = marks = None
+    if dg is not None:
+        fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
+        queries, keys = torch.empty((2, places, ROWS), **fresh), torch.empty((2, places, ROWS), **fresh)
+        own, meets = torch.empty((places, ROWS), **fresh), torch.empty((places // EVERY, WIDTH), **fresh)
+        marks = torch.empty((places // EVERY, WIDTH, WIDTH), dtype=do.dtype, device=do.device)
+    parts_of_q = _calls.parts_of(dq, HV, call.q.dtype)
+    parts_of_k = dk if parts_of_q is dq else parts_of_q  # dq's parts are summed before
+    _scan(call, do, call.v, call.k, parts_of_q, None, True, call.q if dg is not None else None, queries, marks)
+    _calls.join_parts(dq, parts_of_q)
+    half = WIDTH // 2
+    maps = KeyMaps(
+        *[_rows(t, half, call) for t in (call.q, call.k, call.v, do, parts_of_k, dv)],
+        None if marks is None else TensorMap(marks, (1, half, half), 128),
+    )  # fmt: skip
+    gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
+    apart = places * ROWS
+    sizes = KeyScan(
+        dv, *gate, dlast, dfirst, keys, apart, own, meets, call.ends, call.q.shape[1], HV, room,
+        HV // call.q.shape[2],
+    )  # fmt: skip
+    facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
+    launch(walk_keys, (call.sequences * HV,), sizes, maps, call.scale, **facts)
+    if dg is not None:
+        parts = Parts(
+            dg, queries, keys, own, meets, apart, call.ends, call.q.shape[1], HV, room, call.sequences
+        )  # fmt: skip
+        launch(join_gates, (room, B * HV), parts, call.scale, num_warps=1)
+    _calls.join_parts(dk, parts_of_k)
+
+
 def refusal(*args: Any, **given: Any) -> str | None:
     """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
     rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype]
@@ -77,6 +119,6 @@ def refusal_of_gates(*args: Any, **given: Any) -> str | None:
 
 
 KERNEL: dict[str, Any] = {
-    "kind": "gluon", "fwd": fwd, "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "shared": 227 << 10,
+    "kind": "gluon", "fwd": fwd, "bwd": bwd, "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "shared": 227 << 10,
     "supports": refusal, "served": True,
 }  # fmt: skip

@@ -113,13 +113,16 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
     mine = held.index(ME)
     for t in range(place.count):
         stage, odd = t % STAGES, (t // STAGES) & 1
+        low = state.to(kind)  # before products are in flight, which the assembler would wait for
         mbarrier.wait(rings.ready.index(stage), odd)
+        if GATE:
+            state *= of_rows(rings.decays, stage, WHOLE, LAYOUT)
         ta, tb = flat(rings.a.index(stage)), flat(rings.b.index(stage))
         tc = flat(rings.c.index(2 * stage + ME))
         pairs = warpgroup_mma(ta, tb.permute((1, 0)), none, use_acc=False, is_async=True)
         if maps.marks is not None:
             tma.store_wait(1)  # the state before has been read
-        flat(mine).store(state.to(kind))
+        flat(mine).store(low)
         fence_async_shared()
         barrier()
         if maps.marks is not None:
@@ -129,7 +132,6 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
         right = tc.permute((1, 0)).load(NARROW)
         if GATE:
             right = (of_columns(rings.decays, stage, UNTIL, NARROW) * right.to(gl.float32)).to(kind)
-            state *= of_rows(rings.decays, stage, WHOLE, LAYOUT)
         right = gl.convert_layout(right, operand_layout(LAYOUT))
         pending = warpgroup_mma(right, tb, state, is_async=True)
         pairs = warpgroup_mma_wait(2, deps=(pairs,))
