@@ -74,13 +74,10 @@ def bwd(
         queries, keys = torch.empty((2, places, ROWS), **fresh), torch.empty((2, places, ROWS), **fresh)
         own, meets = torch.empty((places, ROWS), **fresh), torch.empty((places // EVERY, WIDTH), **fresh)
         marks = torch.empty((places // EVERY, WIDTH, WIDTH), dtype=do.dtype, device=do.device)
-    parts_of_q = _calls.parts_of(dq, HV, call.q.dtype)
-    parts_of_k = dk if parts_of_q is dq else parts_of_q  # dq's parts are summed before
-    _scan(call, do, call.v, call.k, parts_of_q, None, True, call.q if dg is not None else None, queries, marks)
-    _calls.join_parts(dq, parts_of_q)
+    _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
     half = WIDTH // 2
     maps = KeyMaps(
-        *[_rows(t, half, call) for t in (call.q, call.k, call.v, do, parts_of_k, dv)],
+        *[_rows(t, half, call) for t in (call.q, call.k, call.v, do, dk, dv)],
         None if marks is None else TensorMap(marks, (1, half, half), 128),
     )  # fmt: skip
     gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
@@ -96,26 +93,36 @@ def bwd(
             dg, queries, keys, own, meets, apart, call.ends, call.q.shape[1], HV, room, call.sequences
         )  # fmt: skip
         launch(join_gates, (room, B * HV), parts, call.scale, num_warps=1)
-    _calls.join_parts(dk, parts_of_k)
 
 
 def refusal(*args: Any, **given: Any) -> str | None:
-    """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
-    rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype]
+    """Why these kernels do not take a call, or None. Takes public arguments, a launcher's inputs, or in backward these
+    after two gradients."""
+    backward = len(args) > 10
+    q, k, v = args[2:5] if backward else args[:3]
     reason = _calls.refusal(*args, **given)
-    if reason is None and any([t.shape[-1] != WIDTH for t in rows]):
-        reason = f"q, k and v have {WIDTH} columns, got {[t.shape[-1] for t in rows]}"
-    if reason is None and not all([mapped(t) for t in rows]):
+    if reason is None and any([t.shape[-1] != WIDTH for t in (q, k, v)]):
+        reason = f"q, k and v have {WIDTH} columns, got {[t.shape[-1] for t in (q, k, v)]}"
+    if reason is None and not all([mapped(t) for t in (q, k, v)]):
         reason = "rows of q, k and v begin at multiples of 16 bytes"
-    if reason is None and not args[0].numel():
+    if reason is None and not v.numel():
         reason = "there are no tokens"
+    if reason is None and backward and q.shape[2] != v.shape[2]:
+        reason = f"in backward q has as many heads as v, got {q.shape[2]} and {v.shape[2]}"
+    if reason is None and backward and args[9] == 0:
+        reason = "its backward divides by the scale, which is 0"
     return reason
 
 
 def refusal_of_gates(*args: Any, **given: Any) -> str | None:
-    """As `refusal`, of gated_linear_attention's calls. Backward's inputs begin with two gradients."""
-    gate = args[5] if len(args) > 10 else args[3]
-    return "its gate is one per head, got one per channel" if gate.dim() == 4 else refusal(*args, **given)
+    """As `refusal`, of gated_linear_attention's calls."""
+    backward = len(args) > 10
+    gate = args[5] if backward else args[3]
+    if gate.dim() == 4:
+        return "its gate is one per head, got one per channel"
+    if backward and gate is not None and args[2].dtype == torch.float16:
+        return "a gate's gradient may pass float16's range"
+    return refusal(*args, **given)
 
 
 KERNEL: dict[str, Any] = {

@@ -106,7 +106,7 @@ def fill_decays(scan, decays, ready, free, REVERSE: gl.constexpr):
         next = gl.load(spots + scan.gate_token, mask=there, other=0.0).to(gl.float32) * 1.4426950408889634
         sums = gl.associative_scan(own, 0, _add)
         later = gl.associative_scan(next, 0, _add, reverse=True)
-        whole = gl.exp2(gl.sum(own, 0)) + 0.0 * own
+        whole = gl.zeros([C], gl.float32, LAYOUT) + gl.exp2(gl.sum(own, 0))
         mbarrier.wait(free.index(stage), odd ^ 1)
         _numbers_at(decays, stage, SUMS).store(sums)
         _numbers_at(decays, stage, SINCE).store(gl.exp2(sums))
