@@ -39,19 +39,19 @@ def _scan(
     """A pass forward. turned: whether the state's rows are c's columns, as for dq."""
     heads, half, gate = call.v.shape[2], WIDTH // 2, None if call.g is None else call.rows(call.g)
     maps = ScanMaps(
-        _rows(a, WIDTH, call), _rows(b, WIDTH, call), _rows(c, half, call), _rows(out, half, call),
+        _rows(a, WIDTH, call), _rows(b, WIDTH, call), _rows(c, half, call),
+        _rows(out, half, call) if out.dtype == a.dtype else None,
         None if own is None else _rows(own, half, call),
         None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
     )  # fmt: skip
-    steps = (1, WIDTH) if turned else (WIDTH, 1)
     groups = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
     facts = (None, 0, 0, 0, 1) if gate is None else gate
     sizes = Scan(
-        out, *facts, call.first, last, *steps, sums, 0 if sums is None else sums.stride(0), call.ends, call.q.shape[1],
+        out, *facts, call.first, last, sums, 0 if sums is None else sums.stride(0), call.ends, call.q.shape[1],
         heads, room_of(call), *groups,
     )  # fmt: skip
     count = call.sequences * heads
-    launch(walk_heads, (count,), sizes, maps, call.scale, STAGES=STAGES, num_warps=4, maxnreg=168)
+    launch(walk_heads, (count,), sizes, maps, call.scale, STAGES=STAGES, TURNED=turned, num_warps=4, maxnreg=168)
 
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
@@ -77,13 +77,13 @@ def bwd(
     _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
     half = WIDTH // 2
     maps = KeyMaps(
-        *[_rows(t, half, call) for t in (call.q, call.k, call.v, do, dk, dv)],
+        *[_rows(t, half, call) if t.dtype == do.dtype else None for t in (call.q, call.k, call.v, do, dk, dv)],
         None if marks is None else TensorMap(marks, (1, half, half), 128),
     )  # fmt: skip
     gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
     sizes = KeyScan(
-        dv, *gate, dlast, dfirst, keys, apart, own, meets, call.ends, call.q.shape[1], HV, room,
+        dk, *gate, dlast, dfirst, keys, apart, own, meets, call.ends, call.q.shape[1], HV, room,
         HV // call.q.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
@@ -107,8 +107,6 @@ def refusal(*args: Any, **given: Any) -> str | None:
         reason = "rows of q, k and v begin at multiples of 16 bytes"
     if reason is None and not v.numel():
         reason = "there are no tokens"
-    if reason is None and backward and q.shape[2] != v.shape[2]:
-        reason = f"in backward q has as many heads as v, got {q.shape[2]} and {v.shape[2]}"
     if reason is None and backward and args[9] == 0:
         reason = "its backward divides by the scale, which is 0"
     return reason
@@ -120,8 +118,6 @@ def refusal_of_gates(*args: Any, **given: Any) -> str | None:
     gate = args[5] if backward else args[3]
     if gate.dim() == 4:
         return "its gate is one per head, got one per channel"
-    if backward and gate is not None and args[2].dtype == torch.float16:
-        return "a gate's gradient may pass float16's range"
     return refusal(*args, **given)
 
 

@@ -34,6 +34,7 @@ from ridgeline.ops.recurrent._head_hopper_tiles import (
     of_columns,
     of_rows,
     place_of,
+    put,
     ring,
 )
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
@@ -46,13 +47,13 @@ class ScanMaps(NamedTuple):
     a: Any
     b: Any
     c: Any
-    out: Any
+    out: Any  # None where it is in float32
     own: Any  # q where dq is made for a gate's gradient, else None
     marks: Any  # states, (rooms, columns of c, columns of b), or None
 
 
 class Scan(NamedTuple):
-    out: Any  # unused: a launch's first argument begins with a tensor
+    out: Any
     gate: Any  # (B, T, heads) or None
     gate_batch: Any
     gate_token: Any
@@ -60,8 +61,6 @@ class Scan(NamedTuple):
     gate_group: Any
     first: Any  # (sequences, heads, K, V) in float32, or None
     last: Any
-    row: Any  # steps of a state's columns of b, and of c
-    column: Any
     sums: Any  # what each row of `own` has with the state alone: (2, heads' chunks, C) in float32, or None
     apart: Any  # from the first half of columns to the second
     ends: Any  # cu_seqlens or None
@@ -87,16 +86,20 @@ class ScanRings(NamedTuple):
 
 
 @gluon.jit
-def _state_spots(scan, place, ME: gl.constexpr):
+def _state_spots(states, scan, place, ME: gl.constexpr, TURNED: gl.constexpr):
+    """Where a warpgroup's part of a state, columns of c by columns of b, is in (sequences, heads, K, V)."""
     LAYOUT: gl.constexpr = sums_layout(WIDE)
     column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
     depth = gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))[None, :]
-    base = (place.n * scan.heads + place.h).to(gl.int64) * (WIDE * WIDE)
-    return base + (depth * scan.row + column * scan.column)
+    base = states + (place.n * scan.heads + place.h).to(gl.int64) * (WIDE * WIDE)
+    if TURNED:
+        return base + (column * WIDE + depth)
+    else:
+        return base + (depth * WIDE + column)
 
 
 @gluon.jit
-def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
+def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.constexpr):
     """A warpgroup's columns of c. held: the state as products take it; outs: where results leave shared memory."""
     STAGES: gl.constexpr = rings.b.type.shape[0]
     kind: gl.constexpr = maps.b.dtype
@@ -107,7 +110,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
     none = gl.zeros([C, C], gl.float32, NARROW)
     state = gl.zeros([HALF, WIDE], gl.float32, LAYOUT)
     if scan.first is not None:
-        state = gl.load(scan.first + _state_spots(scan, place, ME))
+        state = gl.load(_state_spots(scan.first, scan, place, ME, TURNED))
     i = gl.arange(0, C, gl.SliceLayout(1, NARROW))[:, None]
     j = gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
     mine = held.index(ME)
@@ -121,7 +124,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
         tc = flat(rings.c.index(2 * stage + ME))
         pairs = warpgroup_mma(ta, tb.permute((1, 0)), none, use_acc=False, is_async=True)
         if maps.marks is not None:
-            tma.store_wait(1)  # the state before has been read
+            tma.store_wait(0 if maps.out is None else 1)  # the state before has been read
         flat(mine).store(low)
         fence_async_shared()
         barrier()
@@ -154,12 +157,15 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
         state, found = warpgroup_mma_wait(0, deps=(pending, found))
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
-        out = outs.index(ME)
-        tma.store_wait(0)
-        flat(out).store((scale * found).to(kind))
-        fence_async_shared()
-        barrier()
-        store(maps.out, at(scan, place, place.h, t, ME * HALF), out)
+        if maps.out is None:
+            put(scan.out, scan, place, t, ME, scale * found)
+        else:
+            out = outs.index(ME)
+            tma.store_wait(0)
+            flat(out).store((scale * found).to(kind))
+            fence_async_shared()
+            barrier()
+            store(maps.out, at(scan, place, place.h, t, ME * HALF), out)
     if maps.marks is not None:
         if place.count % EVERY == 0:
             tma.store_wait(0)
@@ -168,7 +174,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale):
             barrier()
             store(maps.marks, [((place.kept + place.count) // EVERY).to(gl.int32), ME * HALF, 0], mine)
     if scan.last is not None:
-        gl.store(scan.last + _state_spots(scan, place, ME), state)
+        gl.store(_state_spots(scan.last, scan, place, ME, TURNED), state)
     tma.store_wait(0)
 
 
@@ -203,8 +209,8 @@ def _sum_gates(scan, rings):
 
 
 @gluon.jit(do_not_specialize=["scale"])
-def walk_heads(scan, maps, scale, STAGES: gl.constexpr):
-    """The outputs of all chunks, in order."""
+def walk_heads(scan, maps, scale, STAGES: gl.constexpr, TURNED: gl.constexpr):
+    """The outputs of all chunks, in order. TURNED: whether states are kept with c's columns first, as of dq."""
     kind: gl.constexpr = maps.b.dtype
     held = gl.allocate_shared_memory(kind, [2, 1, HALF, WIDE], gl.NVMMASharedLayout(128, 16, 3))
     own = held
@@ -215,12 +221,14 @@ def walk_heads(scan, maps, scale, STAGES: gl.constexpr):
         ring(maps.a, STAGES), ring(maps.b, STAGES), ring(maps.c, 2 * STAGES), own, numbers(STAGES), ready, free,
         make_barriers(1, 1), make_barriers(1, 2),
     )  # fmt: skip
-    outs = ring(maps.out, 2)
+    outs = held
+    if maps.out is not None:
+        outs = ring(maps.out, 2)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_walk, (0, maps, scan, rings, held, outs, scale)),
-            (_walk, (1, maps, scan, rings, held, outs, scale)),
+            (_walk, (0, maps, scan, rings, held, outs, scale, TURNED)),
+            (_walk, (1, maps, scan, rings, held, outs, scale, TURNED)),
             (_fill, (maps, scan, rings)),
             (_sum_gates, (scan, rings)),
         ],

@@ -35,6 +35,7 @@ from ridgeline.ops.recurrent._head_hopper_tiles import (
     of_columns,
     of_rows,
     place_of,
+    put,
     ring,
 )
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
@@ -48,13 +49,13 @@ class KeyMaps(NamedTuple):
     k: Any
     v: Any
     do: Any
-    dk: Any
+    dk: Any  # None where it is in float32
     dv: Any
     marks: Any  # quarters of the states that the pass for dq kept, or None
 
 
 class KeyScan(NamedTuple):
-    out: Any  # unused: a launch's first argument begins with a tensor
+    dk: Any
     gate: Any  # (B, T, heads) or None
     gate_batch: Any
     gate_token: Any
@@ -90,11 +91,12 @@ class KeyRings(NamedTuple):
 
 
 @gluon.jit
-def _spots(scan, place, ME: gl.constexpr, h: gl.constexpr):
+def _spots(states, scan, place, ME: gl.constexpr, h: gl.constexpr):
     LAYOUT: gl.constexpr = sums_layout(HALF)
     row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
     column = h * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    return (place.n * scan.heads + place.h).to(gl.int64) * (WIDE * WIDE) + (row * WIDE + column)
+    base = states + (place.n * scan.heads + place.h).to(gl.int64) * (WIDE * WIDE)
+    return base + (row * WIDE + column)
 
 
 @gluon.jit
@@ -122,10 +124,21 @@ def _meet(scan, rings, place, slot, turn, r0, r1, ME: gl.constexpr):
 
 
 @gluon.jit
+def _halves(outs, n: gl.constexpr):
+    """A tile of `outs` for bfloat16."""
+    tile = outs.index(n)
+    return flat(tile._reinterpret(gl.bfloat16, tile.shape, tile.layout))
+
+
+@gluon.jit
 def _begin_around(pairs, scratch):
-    """Brings a chunk's own pairs, keys by queries, to where a product with its earlier keys takes them."""
+    """Brings a chunk's own pairs, keys by queries, to where a product with its earlier keys takes them: in bfloat16, as
+    float16 has not its range. In float16 its second part follows."""
     tma.store_wait(0)
-    flat(scratch).store(pairs.to(scratch.dtype))
+    first = pairs.to(gl.bfloat16)
+    _halves(scratch, 0).store(first)
+    if scratch.dtype == gl.float16:
+        _halves(scratch, 2).store((pairs - first.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
     barrier()
 
@@ -141,8 +154,8 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
     none = gl.zeros([C, C], gl.float32, NARROW)
     r0, r1 = none, none
     if scan.first is not None:
-        r0 = gl.load(scan.first + _spots(scan, place, ME, 0)) / scale
-        r1 = gl.load(scan.first + _spots(scan, place, ME, 1)) / scale
+        r0 = gl.load(_spots(scan.first, scan, place, ME, 0)) / scale
+        r1 = gl.load(_spots(scan.first, scan, place, ME, 1)) / scale
     row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
     i, j = row[:, None], gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
     turn = 0 * place.count
@@ -180,14 +193,16 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
             scores *= decay
             if ME == 0:  # noqa: SIM102  # decided at compile time
                 if scan.own is not None:
-                    _begin_around(scores * products, outs.index(0))
+                    _begin_around(scores * products, outs)
             products *= decay
         scores = gl.convert_layout(scores.to(kind), operand_layout(NARROW))
         products = gl.convert_layout(gl.where(seen, products, 0.0).to(kind), operand_layout(NARROW))
         if ME == 0:  # noqa: SIM102
             if scan.own is not None:
-                chosen = gl.convert_layout(gl.where(j < i, 1.0, 0.0).to(kind), operand_layout(NARROW))
-                earlier = warpgroup_mma(chosen, flat(outs.index(0)), none, use_acc=False, is_async=True)
+                chosen = gl.convert_layout(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16), operand_layout(NARROW))
+                earlier = warpgroup_mma(chosen, _halves(outs, 0), none, use_acc=False, is_async=True)
+                if kind == gl.float16:
+                    earlier = warpgroup_mma(chosen, _halves(outs, 2), earlier, is_async=True)
         right = flat(rings.q.index(two + ME)).permute((1, 0)).load(NARROW)
         if GATE:
             right = (of_columns(rings.decays, stage, SINCE, NARROW) * right.to(gl.float32)).to(kind)
@@ -218,8 +233,11 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
             of_v *= of_rows(rings.decays, stage, UNTIL, NARROW)
         of_v = warpgroup_mma(scores, flat(rings.do.index(two + ME)), of_v, is_async=True)
         of_k = warpgroup_mma_wait(1, deps=(of_k,))
+        if maps.dk is None:
+            put(scan.dk, scan, place, chunk, ME, scale * of_k)
         tma.store_wait(0)
-        flat(outs.index(ME)).store((scale * of_k).to(kind))
+        if maps.dk is not None:
+            flat(outs.index(ME)).store((scale * of_k).to(kind))
         of_v = warpgroup_mma_wait(0, deps=(of_v,))
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
@@ -227,11 +245,12 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         fence_async_shared()
         barrier()
         spot = at(scan, place, place.h, chunk, ME * HALF)
-        store(maps.dk, spot, outs.index(ME))
+        if maps.dk is not None:
+            store(maps.dk, spot, outs.index(ME))
         store(maps.dv, spot, outs.index(2 + ME))
     if scan.last is not None:
-        gl.store(scan.last + _spots(scan, place, ME, 0), scale * r0)
-        gl.store(scan.last + _spots(scan, place, ME, 1), scale * r1)
+        gl.store(_spots(scan.last, scan, place, ME, 0), scale * r0)
+        gl.store(_spots(scan.last, scan, place, ME, 1), scale * r1)
     tma.store_wait(0)
 
 
@@ -296,7 +315,7 @@ def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
         q, k, v, do, marks, numbers(STAGES), ready, free, make_barriers(1, 1), make_barriers(1, 2), held,
         written.index(0), read.index(0),
     )  # fmt: skip
-    outs = ring(maps.dk, 4)
+    outs = ring(maps.dv, 4)
     fence_async_shared()
     gl.warp_specialize(
         [

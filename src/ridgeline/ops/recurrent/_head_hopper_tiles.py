@@ -52,6 +52,18 @@ def at(scan, place, head, chunk, column):
 
 
 @gluon.jit
+def put(data, scan, place, chunk, ME: gl.constexpr, found):
+    """Writes half of a chunk's columns to a contiguous (B, T, value heads, WIDE)."""
+    LAYOUT: gl.constexpr = found.type.layout
+    row = chunk * C + gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    token = (place.start + row).to(gl.int64)
+    if scan.ends is None:
+        token += place.n.to(gl.int64) * scan.tokens
+    gl.store(data + ((token * scan.heads + place.h) * WIDE + column), found, mask=row < place.tokens)
+
+
+@gluon.jit
 def ring(source, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(source.dtype, [COUNT] + source.block_type.shape, source.layout)
 
