@@ -144,6 +144,47 @@ def _begin_around(pairs, scratch):
 
 
 @gluon.jit
+def _weights(scores, products, decays, stage, outs, GATE: gl.constexpr, AROUND: gl.constexpr):
+    """The weights of keys (rows) with queries in dv and in dk, as left factors."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    kind: gl.constexpr = outs.dtype
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    seen = j >= i
+    scores = gl.where(seen, scores, 0.0)
+    if GATE:
+        apart = of_columns(decays, stage, SUMS, LAYOUT) - of_rows(decays, stage, SUMS, LAYOUT)
+        decay = gl.exp2(gl.where(seen, apart, 0.0))
+        scores *= decay
+        if AROUND:
+            _begin_around(scores * products, outs)
+        products *= decay
+    products = gl.where(seen, products, 0.0)
+    left: gl.constexpr = operand_layout(LAYOUT)
+    return gl.convert_layout(scores.to(kind), left), gl.convert_layout(products.to(kind), left)
+
+
+@gluon.jit
+def _around(outs, none):
+    """Begins the product of what `_begin_around` brought: rows are gates, and columns queries."""
+    LAYOUT: gl.constexpr = none.type.layout
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    chosen = gl.convert_layout(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16), operand_layout(LAYOUT))
+    earlier = warpgroup_mma(chosen, _halves(outs, 0), none, use_acc=False, is_async=True)
+    if outs.dtype == gl.float16:
+        earlier = warpgroup_mma(chosen, _halves(outs, 2), earlier, is_async=True)
+    return earlier
+
+
+@gluon.jit
+def _end_around(scan, place, chunk, earlier):
+    """Keeps what a chunk's own pairs bring to each gate: those of an earlier key and this query or a later one."""
+    LAYOUT: gl.constexpr = earlier.type.layout
+    row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
+    later = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :] >= row[:, None]
+    gl.store(scan.own + (place.kept + chunk) * C + row, gl.sum(gl.where(later, earlier, 0.0), 1))
+
+
+@gluon.jit
 def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
     """A warpgroup's halves. outs: where results leave shared memory, dk's halves and then dv's."""
     STAGES: gl.constexpr = rings.ready.type.shape[0]
@@ -157,7 +198,6 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         r0 = gl.load(_spots(scan.first, scan, place, ME, 0)) / scale
         r1 = gl.load(_spots(scan.first, scan, place, ME, 1)) / scale
     row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
-    i, j = row[:, None], gl.arange(0, C, gl.SliceLayout(0, NARROW))[None, :]
     turn = 0 * place.count
     if maps.marks is not None:
         if place.count % EVERY == 0:
@@ -185,24 +225,10 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
                 _meet(scan, rings, place, chunk // EVERY, turn, r0, r1, ME)
                 turn += 1
         products, scores = warpgroup_mma_wait(0, deps=(products, scores))
-        seen = j >= i  # rows are keys and columns queries
-        scores = gl.where(seen, scores, 0.0)
-        if GATE:
-            apart = of_columns(rings.decays, stage, SUMS, NARROW) - of_rows(rings.decays, stage, SUMS, NARROW)
-            decay = gl.exp2(gl.where(seen, apart, 0.0))
-            scores *= decay
-            if ME == 0:  # noqa: SIM102  # decided at compile time
-                if scan.own is not None:
-                    _begin_around(scores * products, outs)
-            products *= decay
-        scores = gl.convert_layout(scores.to(kind), operand_layout(NARROW))
-        products = gl.convert_layout(gl.where(seen, products, 0.0).to(kind), operand_layout(NARROW))
+        scores, products = _weights(scores, products, rings.decays, stage, outs, GATE, scan.own is not None and ME == 0)
         if ME == 0:  # noqa: SIM102
             if scan.own is not None:
-                chosen = gl.convert_layout(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16), operand_layout(NARROW))
-                earlier = warpgroup_mma(chosen, _halves(outs, 0), none, use_acc=False, is_async=True)
-                if kind == gl.float16:
-                    earlier = warpgroup_mma(chosen, _halves(outs, 2), earlier, is_async=True)
+                earlier = _around(outs, none)
         right = flat(rings.q.index(two + ME)).permute((1, 0)).load(NARROW)
         if GATE:
             right = (of_columns(rings.decays, stage, SINCE, NARROW) * right.to(gl.float32)).to(kind)
@@ -213,7 +239,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         if ME == 0:  # noqa: SIM102
             if scan.own is not None:
                 earlier = warpgroup_mma_wait(4, deps=(earlier,))
-                gl.store(scan.own + (place.kept + chunk) * C + row, gl.sum(gl.where(j >= i, earlier, 0.0), 1))
+                _end_around(scan, place, chunk, earlier)
         mbarrier.wait(rings.written, t & 1)
         of_v = warpgroup_mma(
             flat(rings.k.index(two)), flat(rings.held.index(ME)), none, use_acc=False, is_async=True

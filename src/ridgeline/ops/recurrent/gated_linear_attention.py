@@ -103,6 +103,7 @@ CASES = [
     Case("2x18x2/4x8/12 per head, states", (*_grouped, Decay(2, 18, 2)), _states),
     # Its gradient is a sum of terms that cancel, on some CPUs 1.03 times the law's error; test_recurrent.py holds it.
     Case("2x18x2/4x8/12 per channel, states", (*_grouped, Decay(2, 18, 2, 8, grad=False)), _states),
+    Case("1x70x2x128 per head", (*(Spec(1, 70, 2, 128),) * 3, Decay(1, 70, 2)), dtypes=("float16", "bfloat16")),
     Case("1x64x2x16 per head", (*(Spec(1, 64, 2, 16),) * 3, Decay(1, 64, 2)), dtypes=("float32",), use="quick"),
     Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16)), {}, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128)), {}, ("bfloat16",), "bench"),
