@@ -82,8 +82,9 @@ def bwd(
     _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
     half = WIDTH // 2
     maps = KeyMaps(
-        *[_rows(t, half, call) if t.dtype == do.dtype else None for t in (call.q, call.k, call.v, do, dk, dv)],
-        None if marks is None else TensorMap(marks, (1, half, half), 128),
+        *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
+        _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
+        None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
     )  # fmt: skip
     gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS

@@ -138,11 +138,12 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.con
         right = gl.convert_layout(right, operand_layout(LAYOUT))
         pending = warpgroup_mma(right, tb, state, is_async=True)
         pairs = warpgroup_mma_wait(2, deps=(pairs,))
-        seen = j <= i
         if GATE:
             apart = of_rows(rings.decays, stage, SUMS, NARROW) - of_columns(rings.decays, stage, SUMS, NARROW)
-            pairs *= gl.exp2(gl.where(seen, apart, 0.0))
-        weights = gl.convert_layout(gl.where(seen, pairs, 0.0).to(kind), operand_layout(NARROW))
+            pairs *= gl.exp2(gl.where(j <= i, apart, -float("inf")))
+        else:
+            pairs = gl.where(j <= i, pairs, 0.0)
+        weights = gl.convert_layout(pairs.to(kind), operand_layout(NARROW))
         found = warpgroup_mma_wait(1, deps=(found,))
         if GATE:
             found *= of_rows(rings.decays, stage, SINCE, NARROW)

@@ -3,7 +3,7 @@ program, which goes through the chunks in reverse.
 
 Its state R is the gradient of the state after a chunk. Two warpgroups have half of R's rows (k's columns) each, in
 float32 registers, and half of the columns of dk and dv. dk needs a warpgroup's own rows of R alone, and dv all rows, so
-both write them for products to shared memory. All tiles are halves of 64 columns.
+both write them for products to shared memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
 
 class KeyMaps(NamedTuple):
-    """Tensor maps of a chunk's rows, half of their columns."""
+    """Tensor maps of a chunk's rows; of results half of their columns."""
 
     q: Any
     k: Any
@@ -51,7 +51,7 @@ class KeyMaps(NamedTuple):
     do: Any
     dk: Any  # None where it is in float32
     dv: Any
-    marks: Any  # quarters of the states that the pass for dq kept, or None
+    marks: Any  # half of the rows of the states that the pass for dq kept, or None
 
 
 class KeyScan(NamedTuple):
@@ -85,42 +85,37 @@ class KeyRings(NamedTuple):
     free: Any
     marks_ready: Any
     marks_free: Any
-    held: Any  # R as products take it: rows by columns, halves of each
+    held: Any  # R as products take it, in halves of its rows
     written: Any
     read: Any
 
 
 @gluon.jit
-def _spots(states, scan, place, ME: gl.constexpr, h: gl.constexpr):
-    LAYOUT: gl.constexpr = sums_layout(HALF)
+def _spots(states, scan, place, ME: gl.constexpr):
+    LAYOUT: gl.constexpr = sums_layout(WIDE)
     row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-    column = h * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    column = gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))[None, :]
     base = states + (place.n * scan.heads + place.h).to(gl.int64) * (WIDE * WIDE)
     return base + (row * WIDE + column)
 
 
 @gluon.jit
-def _twice(a, b, left, right, none, TURNED: gl.constexpr):
-    """A product over 128 columns, begun: two tiles of each factor."""
-    rights = flat(b.index(right)), flat(b.index(right + 1))
-    if TURNED:
-        rights = rights[0].permute((1, 0)), rights[1].permute((1, 0))
-    found = warpgroup_mma(flat(a.index(left)), rights[0], none, use_acc=False, is_async=True)
-    return warpgroup_mma(flat(a.index(left + 1)), rights[1], found, is_async=True)
+def _half(tile, n: gl.constexpr):
+    """Half of a tile's columns: in shared memory it follows the other half."""
+    both = tile._reinterpret(tile.dtype, [2, C, HALF], gl.NVMMASharedLayout(128, 16, 2))
+    return both.index(n)
 
 
 @gluon.jit
-def _meet(scan, rings, place, slot, turn, r0, r1, ME: gl.constexpr):
+def _meet(scan, rings, place, slot, turn, r, ME: gl.constexpr):
     """What a kept state and R have with each other, by their rows."""
-    NARROW: gl.constexpr = sums_layout(HALF)
+    LAYOUT: gl.constexpr = sums_layout(WIDE)
     mbarrier.wait(rings.marks_ready.index(0), turn & 1)
-    both = flat(rings.marks.index(2 * ME)).load(NARROW).to(gl.float32) * r0
-    both += flat(rings.marks.index(2 * ME + 1)).load(NARROW).to(gl.float32) * r1
-    found = gl.sum(both, 1)
+    found = gl.sum(flat(rings.marks.index(ME)).load(LAYOUT).to(gl.float32) * r, 1)
     barrier()
     mbarrier.arrive(rings.marks_free.index(0), count=1)
-    row = gl.arange(0, HALF, gl.SliceLayout(1, NARROW))
-    gl.store(scan.meets + (place.kept // EVERY + slot) * WIDE + (ME * HALF + row), found)
+    row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
+    gl.store(scan.meets + (place.kept // EVERY + slot) * WIDE + row, found)
 
 
 @gluon.jit
@@ -149,16 +144,15 @@ def _weights(scores, products, decays, stage, outs, GATE: gl.constexpr, AROUND: 
     LAYOUT: gl.constexpr = scores.type.layout
     kind: gl.constexpr = outs.dtype
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    seen = j >= i
-    scores = gl.where(seen, scores, 0.0)
     if GATE:
         apart = of_columns(decays, stage, SUMS, LAYOUT) - of_rows(decays, stage, SUMS, LAYOUT)
-        decay = gl.exp2(gl.where(seen, apart, 0.0))
+        decay = gl.exp2(gl.where(j >= i, apart, -float("inf")))
         scores *= decay
         if AROUND:
             _begin_around(scores * products, outs)
         products *= decay
-    products = gl.where(seen, products, 0.0)
+    else:
+        scores, products = gl.where(j >= i, scores, 0.0), gl.where(j >= i, products, 0.0)
     left: gl.constexpr = operand_layout(LAYOUT)
     return gl.convert_layout(scores.to(kind), left), gl.convert_layout(products.to(kind), left)
 
@@ -190,74 +184,73 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
     STAGES: gl.constexpr = rings.ready.type.shape[0]
     kind: gl.constexpr = maps.k.dtype
     NARROW: gl.constexpr = sums_layout(C)
+    LAYOUT: gl.constexpr = sums_layout(WIDE)
     GATE: gl.constexpr = scan.gate is not None
     place = place_of(scan)
     none = gl.zeros([C, C], gl.float32, NARROW)
-    r0, r1 = none, none
+    r = gl.zeros([HALF, WIDE], gl.float32, LAYOUT)
     if scan.first is not None:
-        r0 = gl.load(_spots(scan.first, scan, place, ME, 0)) / scale
-        r1 = gl.load(_spots(scan.first, scan, place, ME, 1)) / scale
+        r = gl.load(_spots(scan.first, scan, place, ME)) / scale
     row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
     turn = 0 * place.count
     if maps.marks is not None:
         if place.count % EVERY == 0:
-            _meet(scan, rings, place, place.count // EVERY, turn, r0, r1, ME)
+            _meet(scan, rings, place, place.count // EVERY, turn, r, ME)
             turn += 1
+    mine = flat(rings.held.index(ME))
     for t in range(place.count):
         chunk = place.count - 1 - t
         stage, odd = t % STAGES, (t // STAGES) & 1
-        two = 2 * stage
-        low0, low1 = r0.to(kind), r1.to(kind)  # before products are in flight, which the assembler would wait for
+        low = r.to(kind)  # before products are in flight, which the assembler would wait for
         mbarrier.wait(rings.ready.index(stage), odd)
         if GATE:
-            r0 *= of_rows(rings.decays, stage, WHOLE, NARROW)
-            r1 *= of_rows(rings.decays, stage, WHOLE, NARROW)
-        products = _twice(rings.v, rings.do, two, two, none, True)
-        scores = _twice(rings.k, rings.q, two, two, none, True)
+            r *= of_rows(rings.decays, stage, WHOLE, LAYOUT)
+        tq, tk = flat(rings.q.index(stage)), flat(rings.k.index(stage))
+        tv, tdo = flat(rings.v.index(stage)), flat(rings.do.index(stage))
+        products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
+        scores = warpgroup_mma(tk, tq.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(rings.read, (t & 1) ^ 1)
-        flat(rings.held.index(2 * ME)).store(low0)
-        flat(rings.held.index(2 * ME + 1)).store(low1)
+        mine.store(low)
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.written, count=1)
         if maps.marks is not None:
             if chunk % EVERY == 0:
-                _meet(scan, rings, place, chunk // EVERY, turn, r0, r1, ME)
+                _meet(scan, rings, place, chunk // EVERY, turn, r, ME)
                 turn += 1
         products, scores = warpgroup_mma_wait(0, deps=(products, scores))
         scores, products = _weights(scores, products, rings.decays, stage, outs, GATE, scan.own is not None and ME == 0)
         if ME == 0:  # noqa: SIM102
             if scan.own is not None:
                 earlier = _around(outs, none)
-        right = flat(rings.q.index(two + ME)).permute((1, 0)).load(NARROW)
+        right = _half(tq, ME).permute((1, 0)).load(NARROW)
         if GATE:
             right = (of_columns(rings.decays, stage, SINCE, NARROW) * right.to(gl.float32)).to(kind)
-        right = gl.convert_layout(right, operand_layout(NARROW))
-        next0 = warpgroup_mma(right, flat(rings.do.index(two)), r0, is_async=True)
-        next1 = warpgroup_mma(right, flat(rings.do.index(two + 1)), r1, is_async=True)
-        of_k = _twice(rings.v, rings.held, two, 2 * ME, none, True)
+        right = gl.convert_layout(right, operand_layout(LAYOUT))
+        next = warpgroup_mma(right, tdo, r, is_async=True)
+        of_k = warpgroup_mma(tv, mine.permute((1, 0)), none, use_acc=False, is_async=True)
         if ME == 0:  # noqa: SIM102
             if scan.own is not None:
-                earlier = warpgroup_mma_wait(4, deps=(earlier,))
+                earlier = warpgroup_mma_wait(2, deps=(earlier,))
                 _end_around(scan, place, chunk, earlier)
         mbarrier.wait(rings.written, t & 1)
-        of_v = warpgroup_mma(
-            flat(rings.k.index(two)), flat(rings.held.index(ME)), none, use_acc=False, is_async=True
-        )
-        of_v = warpgroup_mma(flat(rings.k.index(two + 1)), flat(rings.held.index(2 + ME)), of_v, is_async=True)
-        next0, next1, of_k = warpgroup_mma_wait(2, deps=(next0, next1, of_k))
+        right = _half(flat(rings.held.index(0)), ME)
+        of_v = warpgroup_mma(_half(tk, 0), right, none, use_acc=False, is_async=True)
+        right = _half(flat(rings.held.index(1)), ME)
+        of_v = warpgroup_mma(_half(tk, 1), right, of_v, is_async=True)
+        next, of_k = warpgroup_mma_wait(2, deps=(next, of_k))
         if GATE:
             of_k *= of_rows(rings.decays, stage, UNTIL, NARROW)
         if scan.sums is not None:
-            mine = flat(rings.k.index(two + ME)).load(NARROW).to(gl.float32)
-            gl.store(scan.sums + ME * scan.apart + (place.kept + chunk) * C + row, gl.sum(mine * of_k, 1))
-        of_k = warpgroup_mma(products, flat(rings.q.index(two + ME)), of_k, is_async=True)
-        r0, r1, of_v = warpgroup_mma_wait(1, deps=(next0, next1, of_v))
+            own = _half(tk, ME).load(NARROW).to(gl.float32)
+            gl.store(scan.sums + ME * scan.apart + (place.kept + chunk) * C + row, gl.sum(own * of_k, 1))
+        of_k = warpgroup_mma(products, _half(tq, ME), of_k, is_async=True)
+        r, of_v = warpgroup_mma_wait(1, deps=(next, of_v))
         barrier()
         mbarrier.arrive(rings.read, count=1)
         if GATE:
             of_v *= of_rows(rings.decays, stage, UNTIL, NARROW)
-        of_v = warpgroup_mma(scores, flat(rings.do.index(two + ME)), of_v, is_async=True)
+        of_v = warpgroup_mma(scores, _half(tdo, ME), of_v, is_async=True)
         of_k = warpgroup_mma_wait(1, deps=(of_k,))
         if maps.dk is None:
             put(scan.dk, scan, place, chunk, ME, scale * of_k)
@@ -275,8 +268,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
             store(maps.dk, spot, outs.index(ME))
         store(maps.dv, spot, outs.index(2 + ME))
     if scan.last is not None:
-        gl.store(_spots(scan.last, scan, place, ME, 0), scale * r0)
-        gl.store(_spots(scan.last, scan, place, ME, 1), scale * r1)
+        gl.store(_spots(scan.last, scan, place, ME), scale * r)
     tma.store_wait(0)
 
 
@@ -284,10 +276,10 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
 def _bring_marks(maps, rings, place, slot, turn):
     mbarrier.wait(rings.marks_free.index(0), (turn & 1) ^ 1)
     ready = rings.marks_ready.index(0)
-    mbarrier.expect(ready, 4 * maps.marks.block_type.nbytes)
+    mbarrier.expect(ready, 2 * maps.marks.block_type.nbytes)
     at_slot = (place.kept // EVERY + slot).to(gl.int32)
-    for part in gl.static_range(4):
-        load(maps.marks, [at_slot, part // 2 * HALF, part % 2 * HALF], ready, rings.marks.index(part))
+    for half in gl.static_range(2):
+        load(maps.marks, [at_slot, half * HALF, 0], ready, rings.marks.index(half))
 
 
 @gluon.jit
@@ -306,15 +298,13 @@ def _fill(maps, scan, rings):
         stage, odd = t % STAGES, (t // STAGES) & 1
         mbarrier.wait(rings.free.index(stage), odd ^ 1)
         ready = rings.ready.index(stage)
-        mbarrier.expect(ready, 8 * maps.k.block_type.nbytes)
-        for half in gl.static_range(2):
-            spot = at(scan, place, place.h, chunk, half * HALF)
-            load(maps.v, spot, ready, rings.v.index(2 * stage + half))
-            load(maps.do, spot, ready, rings.do.index(2 * stage + half))
-        for half in gl.static_range(2):
-            spot = at(scan, place, of_k, chunk, half * HALF)
-            load(maps.k, spot, ready, rings.k.index(2 * stage + half))
-            load(maps.q, spot, ready, rings.q.index(2 * stage + half))
+        mbarrier.expect(ready, 4 * maps.k.block_type.nbytes)
+        spot = at(scan, place, place.h, chunk, 0)
+        load(maps.v, spot, ready, rings.v.index(stage))
+        load(maps.do, spot, ready, rings.do.index(stage))
+        spot = at(scan, place, of_k, chunk, 0)
+        load(maps.k, spot, ready, rings.k.index(stage))
+        load(maps.q, spot, ready, rings.q.index(stage))
         if maps.marks is not None:
             if chunk % EVERY == 0:
                 _bring_marks(maps, rings, place, chunk // EVERY, turn)
@@ -330,11 +320,11 @@ def _sum_gates(scan, rings):
 @gluon.jit(do_not_specialize=["scale"])
 def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
     """dk and dv of all chunks, in reverse, and what a gate's gradient needs of them."""
-    q, k, v, do = ring(maps.q, 2 * STAGES), ring(maps.k, 2 * STAGES), ring(maps.v, 2 * STAGES), ring(maps.do, 2 * STAGES)
-    held = ring(maps.k, 4)
+    q, k, v, do = ring(maps.q, STAGES), ring(maps.k, STAGES), ring(maps.v, STAGES), ring(maps.do, STAGES)
+    held = ring(maps.k, 2)
     marks = held
     if maps.marks is not None:
-        marks = ring(maps.marks, 4)
+        marks = ring(maps.marks, 2)
     ready, free = make_barriers(STAGES, 1 + (scan.gate is not None)), make_barriers(STAGES, 2)
     written, read = make_barriers(1, 2), make_barriers(1, 2)
     rings = KeyRings(
