@@ -169,9 +169,7 @@ def test_results_and_bits(case: str, dtype: torch.dtype, device: str) -> None:
     def run(impl: str, kind: torch.dtype) -> list[torch.Tensor]:
         leaves = [a.to(dtype).to(kind).requires_grad_() for a in args]
         first = None if state is None else state.to(torch.promote_types(kind, torch.float32)).requires_grad_()
-        o = function(
-            *leaves, impl=impl, initial_state=first, cu_seqlens=cu_seqlens, return_state=True, scale=128**-0.5
-        )
+        o = function(*leaves, impl=impl, initial_state=first, cu_seqlens=cu_seqlens, return_state=True, scale=128**-0.5)
         wanted = leaves if first is None else [*leaves, first]
         grads = torch.autograd.grad([o[0], o[1]], wanted, [incoming.to(kind), torch.ones_like(o[1])])
         return [o[0].detach(), o[1].detach(), *grads]

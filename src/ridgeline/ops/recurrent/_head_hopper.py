@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _calls, _chunks
@@ -128,6 +127,6 @@ def refusal_of_gates(*args: Any, **given: Any) -> str | None:
 
 
 KERNEL: dict[str, Any] = {
-    "kind": "gluon", "fwd": fwd, "bwd": bwd, "dtypes": ("float16", "bfloat16"), "arch": 90, "newest": 90, "shared": 227 << 10,
-    "supports": refusal, "served": True,
+    "kind": "gluon", "fwd": fwd, "bwd": bwd, "supports": refusal, "served": True, "dtypes": ("float16", "bfloat16"),
+    "arch": 90, "newest": 90, "shared": 227 << 10,
 }  # fmt: skip

@@ -128,7 +128,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.con
         flat(mine).store(low)
         fence_async_shared()
         barrier()
-        if maps.marks is not None:
+        if maps.marks is not None:  # noqa: SIM102  # decided at compile time, as below
             if t % EVERY == 0:
                 store(maps.marks, [((place.kept + t) // EVERY).to(gl.int32), ME * HALF, 0], mine)
         found = warpgroup_mma(ta, flat(mine).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -167,7 +167,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.con
             fence_async_shared()
             barrier()
             store(maps.out, at(scan, place, place.h, t, ME * HALF), out)
-    if maps.marks is not None:
+    if maps.marks is not None:  # noqa: SIM102
         if place.count % EVERY == 0:
             tma.store_wait(0)
             flat(mine).store(state.to(kind))

@@ -179,6 +179,34 @@ def _end_around(scan, place, chunk, earlier):
 
 
 @gluon.jit
+def _of_values(tk, held, none, ME: gl.constexpr):
+    """Begins k R, half of its columns."""
+    found = warpgroup_mma(_half(tk, 0), _half(flat(held.index(0)), ME), none, use_acc=False, is_async=True)
+    return warpgroup_mma(_half(tk, 1), _half(flat(held.index(1)), ME), found, is_async=True)
+
+
+@gluon.jit
+def _give(maps, scan, rings, place, outs, of_k, of_v, stage, chunk, scale, ME: gl.constexpr):
+    """Ends the last two products of a chunk, which are dk and dv, frees its tiles, and writes the results."""
+    of_k = warpgroup_mma_wait(1, deps=(of_k,))
+    if maps.dk is None:
+        put(scan.dk, scan, place, chunk, ME, scale * of_k)
+    tma.store_wait(0)
+    if maps.dk is not None:
+        flat(outs.index(ME)).store((scale * of_k).to(outs.dtype))
+    of_v = warpgroup_mma_wait(0, deps=(of_v,))
+    barrier()
+    mbarrier.arrive(rings.free.index(stage), count=1)
+    flat(outs.index(2 + ME)).store((scale * of_v).to(outs.dtype))
+    fence_async_shared()
+    barrier()
+    spot = at(scan, place, place.h, chunk, ME * HALF)
+    if maps.dk is not None:
+        store(maps.dk, spot, outs.index(ME))
+    store(maps.dv, spot, outs.index(2 + ME))
+
+
+@gluon.jit
 def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
     """A warpgroup's halves. outs: where results leave shared memory, dk's halves and then dv's."""
     STAGES: gl.constexpr = rings.ready.type.shape[0]
@@ -193,7 +221,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         r = gl.load(_spots(scan.first, scan, place, ME)) / scale
     row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
     turn = 0 * place.count
-    if maps.marks is not None:
+    if maps.marks is not None:  # noqa: SIM102  # decided at compile time, as below
         if place.count % EVERY == 0:
             _meet(scan, rings, place, place.count // EVERY, turn, r, ME)
             turn += 1
@@ -214,7 +242,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.written, count=1)
-        if maps.marks is not None:
+        if maps.marks is not None:  # noqa: SIM102
             if chunk % EVERY == 0:
                 _meet(scan, rings, place, chunk // EVERY, turn, r, ME)
                 turn += 1
@@ -234,10 +262,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
                 earlier = warpgroup_mma_wait(2, deps=(earlier,))
                 _end_around(scan, place, chunk, earlier)
         mbarrier.wait(rings.written, t & 1)
-        right = _half(flat(rings.held.index(0)), ME)
-        of_v = warpgroup_mma(_half(tk, 0), right, none, use_acc=False, is_async=True)
-        right = _half(flat(rings.held.index(1)), ME)
-        of_v = warpgroup_mma(_half(tk, 1), right, of_v, is_async=True)
+        of_v = _of_values(tk, rings.held, none, ME)
         next, of_k = warpgroup_mma_wait(2, deps=(next, of_k))
         if GATE:
             of_k *= of_rows(rings.decays, stage, UNTIL, NARROW)
@@ -251,22 +276,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         if GATE:
             of_v *= of_rows(rings.decays, stage, UNTIL, NARROW)
         of_v = warpgroup_mma(scores, _half(tdo, ME), of_v, is_async=True)
-        of_k = warpgroup_mma_wait(1, deps=(of_k,))
-        if maps.dk is None:
-            put(scan.dk, scan, place, chunk, ME, scale * of_k)
-        tma.store_wait(0)
-        if maps.dk is not None:
-            flat(outs.index(ME)).store((scale * of_k).to(kind))
-        of_v = warpgroup_mma_wait(0, deps=(of_v,))
-        barrier()
-        mbarrier.arrive(rings.free.index(stage), count=1)
-        flat(outs.index(2 + ME)).store((scale * of_v).to(kind))
-        fence_async_shared()
-        barrier()
-        spot = at(scan, place, place.h, chunk, ME * HALF)
-        if maps.dk is not None:
-            store(maps.dk, spot, outs.index(ME))
-        store(maps.dv, spot, outs.index(2 + ME))
+        _give(maps, scan, rings, place, outs, of_k, of_v, stage, chunk, scale, ME)
     if scan.last is not None:
         gl.store(_spots(scan.last, scan, place, ME), scale * r)
     tma.store_wait(0)
@@ -289,7 +299,7 @@ def _fill(maps, scan, rings):
     place = place_of(scan)
     of_k = place.h // scan.group
     turn = 0 * place.count
-    if maps.marks is not None:
+    if maps.marks is not None:  # noqa: SIM102  # decided at compile time, as below
         if place.count % EVERY == 0:
             _bring_marks(maps, rings, place, place.count // EVERY, turn)
             turn += 1
@@ -305,7 +315,7 @@ def _fill(maps, scan, rings):
         spot = at(scan, place, of_k, chunk, 0)
         load(maps.k, spot, ready, rings.k.index(stage))
         load(maps.q, spot, ready, rings.q.index(stage))
-        if maps.marks is not None:
+        if maps.marks is not None:  # noqa: SIM102
             if chunk % EVERY == 0:
                 _bring_marks(maps, rings, place, chunk // EVERY, turn)
                 turn += 1
