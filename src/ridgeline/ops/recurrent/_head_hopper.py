@@ -83,12 +83,11 @@ def bwd(
     maps = KeyMaps(
         *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
         _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
-        None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
     )  # fmt: skip
     gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
     sizes = KeyScan(
-        dk, *gate, dlast, dfirst, keys, apart, own, meets, call.ends, call.q.shape[1], HV, room,
+        dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
         HV // call.q.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}

@@ -3,7 +3,8 @@ program, which goes through the chunks in reverse.
 
 Its state R is the gradient of the state after a chunk. Two warpgroups have half of R's rows (k's columns) each, in
 float32 registers, and half of the columns of dk and dv. dk needs a warpgroup's own rows of R alone, and dv all rows, so
-both write them for products to shared memory.
+both write them for products to shared memory. One makes the weights of keys with queries in dv, the other those in dk.
+Two warps bring R together with the states that the pass for dq kept.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ class KeyMaps(NamedTuple):
     do: Any
     dk: Any  # None where it is in float32
     dv: Any
-    marks: Any  # half of the rows of the states that the pass for dq kept, or None
 
 
 class KeyScan(NamedTuple):
@@ -67,6 +67,7 @@ class KeyScan(NamedTuple):
     apart: Any  # from the first half of columns to the second
     own: Any  # pairs around each gate within its chunk, (heads' chunks, C)
     meets: Any  # <state, R> by the rows of both, (heads' states, WIDE)
+    marks: Any  # states that the pass for dq kept, (heads' states, K, V)
     ends: Any  # cu_seqlens or None
     tokens: Any
     heads: Any
@@ -79,14 +80,12 @@ class KeyRings(NamedTuple):
     k: Any
     v: Any
     do: Any
-    marks: Any
     decays: Any
     ready: Any
     free: Any
-    marks_ready: Any
-    marks_free: Any
     held: Any  # R as products take it, in halves of its rows
-    written: Any
+    weights: Any  # of keys (rows) with queries: in dv, and in dk
+    written: Any  # both
     read: Any
 
 
@@ -107,65 +106,29 @@ def _half(tile, n: gl.constexpr):
 
 
 @gluon.jit
-def _meet(scan, rings, place, slot, turn, r, ME: gl.constexpr):
-    """What a kept state and R have with each other, by their rows."""
-    LAYOUT: gl.constexpr = sums_layout(WIDE)
-    mbarrier.wait(rings.marks_ready.index(0), turn & 1)
-    found = gl.sum(flat(rings.marks.index(ME)).load(LAYOUT).to(gl.float32) * r, 1)
-    barrier()
-    mbarrier.arrive(rings.marks_free.index(0), count=1)
-    row = ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))
-    gl.store(scan.meets + (place.kept // EVERY + slot) * WIDE + row, found)
-
-
-@gluon.jit
-def _halves(outs, n: gl.constexpr):
+def _for_pairs(outs, n: gl.constexpr):
     """A tile of `outs` for bfloat16."""
     tile = outs.index(n)
     return flat(tile._reinterpret(gl.bfloat16, tile.shape, tile.layout))
 
 
 @gluon.jit
-def _begin_around(pairs, scratch):
-    """Brings a chunk's own pairs, keys by queries, to where a product with its earlier keys takes them: in bfloat16, as
-    float16 has not its range. In float16 its second part follows."""
+def _around(pairs, outs, none):
+    """Begins the sums of a chunk's own pairs, keys by queries, over the keys before each gate: rows are gates, columns
+    queries. They are bfloat16, as float16 has not the range; in float16 a second part follows."""
+    LAYOUT: gl.constexpr = none.type.layout
     tma.store_wait(0)
     first = pairs.to(gl.bfloat16)
-    _halves(scratch, 0).store(first)
-    if scratch.dtype == gl.float16:
-        _halves(scratch, 2).store((pairs - first.to(gl.float32)).to(gl.bfloat16))
+    _for_pairs(outs, 1).store(first)
+    if outs.dtype == gl.float16:
+        _for_pairs(outs, 3).store((pairs - first.to(gl.float32)).to(gl.bfloat16))
     fence_async_shared()
     barrier()
-
-
-@gluon.jit
-def _weights(scores, products, decays, stage, outs, GATE: gl.constexpr, AROUND: gl.constexpr):
-    """The weights of keys (rows) with queries in dv and in dk, as left factors."""
-    LAYOUT: gl.constexpr = scores.type.layout
-    kind: gl.constexpr = outs.dtype
-    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
-    if GATE:
-        apart = of_columns(decays, stage, SUMS, LAYOUT) - of_rows(decays, stage, SUMS, LAYOUT)
-        decay = gl.exp2(gl.where(j >= i, apart, -float("inf")))
-        scores *= decay
-        if AROUND:
-            _begin_around(scores * products, outs)
-        products *= decay
-    else:
-        scores, products = gl.where(j >= i, scores, 0.0), gl.where(j >= i, products, 0.0)
-    left: gl.constexpr = operand_layout(LAYOUT)
-    return gl.convert_layout(scores.to(kind), left), gl.convert_layout(products.to(kind), left)
-
-
-@gluon.jit
-def _around(outs, none):
-    """Begins the product of what `_begin_around` brought: rows are gates, and columns queries."""
-    LAYOUT: gl.constexpr = none.type.layout
     i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     chosen = gl.convert_layout(gl.where(j < i, 1.0, 0.0).to(gl.bfloat16), operand_layout(LAYOUT))
-    earlier = warpgroup_mma(chosen, _halves(outs, 0), none, use_acc=False, is_async=True)
+    earlier = warpgroup_mma(chosen, _for_pairs(outs, 1), none, use_acc=False, is_async=True)
     if outs.dtype == gl.float16:
-        earlier = warpgroup_mma(chosen, _halves(outs, 2), earlier, is_async=True)
+        earlier = warpgroup_mma(chosen, _for_pairs(outs, 3), earlier, is_async=True)
     return earlier
 
 
@@ -176,6 +139,18 @@ def _end_around(scan, place, chunk, earlier):
     row = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))
     later = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :] >= row[:, None]
     gl.store(scan.own + (place.kept + chunk) * C + row, gl.sum(gl.where(later, earlier, 0.0), 1))
+
+
+@gluon.jit
+def _weigh(pairs, decays, stage, GATE: gl.constexpr):
+    """Pairs of keys (rows) with queries from theirs on, with their decays."""
+    LAYOUT: gl.constexpr = pairs.type.layout
+    i, j = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None], gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
+    if GATE:
+        apart = of_columns(decays, stage, SUMS, LAYOUT) - of_rows(decays, stage, SUMS, LAYOUT)
+        return pairs * gl.exp2(gl.where(j >= i, apart, -float("inf")))
+    else:
+        return gl.where(j >= i, pairs, 0.0)
 
 
 @gluon.jit
@@ -196,6 +171,7 @@ def _give(maps, scan, rings, place, outs, of_k, of_v, stage, chunk, scale, ME: g
         flat(outs.index(ME)).store((scale * of_k).to(outs.dtype))
     of_v = warpgroup_mma_wait(0, deps=(of_v,))
     barrier()
+    mbarrier.arrive(rings.read, count=1)
     mbarrier.arrive(rings.free.index(stage), count=1)
     flat(outs.index(2 + ME)).store((scale * of_v).to(outs.dtype))
     fence_async_shared()
@@ -214,17 +190,12 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
     NARROW: gl.constexpr = sums_layout(C)
     LAYOUT: gl.constexpr = sums_layout(WIDE)
     GATE: gl.constexpr = scan.gate is not None
+    AROUND: gl.constexpr = scan.own is not None and ME == 1
     place = place_of(scan)
     none = gl.zeros([C, C], gl.float32, NARROW)
     r = gl.zeros([HALF, WIDE], gl.float32, LAYOUT)
     if scan.first is not None:
         r = gl.load(_spots(scan.first, scan, place, ME)) / scale
-    row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
-    turn = 0 * place.count
-    if maps.marks is not None:  # noqa: SIM102  # decided at compile time, as below
-        if place.count % EVERY == 0:
-            _meet(scan, rings, place, place.count // EVERY, turn, r, ME)
-            turn += 1
     mine = flat(rings.held.index(ME))
     for t in range(place.count):
         chunk = place.count - 1 - t
@@ -235,47 +206,45 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
             r *= of_rows(rings.decays, stage, WHOLE, LAYOUT)
         tq, tk = flat(rings.q.index(stage)), flat(rings.k.index(stage))
         tv, tdo = flat(rings.v.index(stage)), flat(rings.do.index(stage))
-        products = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
-        scores = warpgroup_mma(tk, tq.permute((1, 0)), none, use_acc=False, is_async=True)
+        if ME == 0:
+            pairs = warpgroup_mma(tk, tq.permute((1, 0)), none, use_acc=False, is_async=True)
+        else:
+            pairs = warpgroup_mma(tv, tdo.permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(rings.read, (t & 1) ^ 1)
         mine.store(low)
+        pairs = warpgroup_mma_wait(0, deps=(pairs,))
+        rings.weights.index(ME).store(_weigh(pairs, rings.decays, stage, GATE).to(kind))
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.written, count=1)
-        if maps.marks is not None:  # noqa: SIM102
-            if chunk % EVERY == 0:
-                _meet(scan, rings, place, chunk // EVERY, turn, r, ME)
-                turn += 1
-        products, scores = warpgroup_mma_wait(0, deps=(products, scores))
-        scores, products = _weights(scores, products, rings.decays, stage, outs, GATE, scan.own is not None and ME == 0)
-        if ME == 0:  # noqa: SIM102
-            if scan.own is not None:
-                earlier = _around(outs, none)
         right = _half(tq, ME).permute((1, 0)).load(NARROW)
         if GATE:
             right = (of_columns(rings.decays, stage, SINCE, NARROW) * right.to(gl.float32)).to(kind)
         right = gl.convert_layout(right, operand_layout(LAYOUT))
         next = warpgroup_mma(right, tdo, r, is_async=True)
         of_k = warpgroup_mma(tv, mine.permute((1, 0)), none, use_acc=False, is_async=True)
-        if ME == 0:  # noqa: SIM102
-            if scan.own is not None:
-                earlier = warpgroup_mma_wait(2, deps=(earlier,))
-                _end_around(scan, place, chunk, earlier)
         mbarrier.wait(rings.written, t & 1)
-        of_v = _of_values(tk, rings.held, none, ME)
-        next, of_k = warpgroup_mma_wait(2, deps=(next, of_k))
+        if AROUND:
+            other = rings.weights.index(0).load(NARROW).to(gl.float32)
+            earlier = _around(other * pairs, outs, none)
+            next, of_k, earlier = warpgroup_mma_wait(0, deps=(next, of_k, earlier))
+            of_v = _of_values(tk, rings.held, none, ME)
+            _end_around(scan, place, chunk, earlier)
+        else:
+            of_v = _of_values(tk, rings.held, none, ME)
+            next, of_k = warpgroup_mma_wait(2, deps=(next, of_k))
+        r = next
         if GATE:
             of_k *= of_rows(rings.decays, stage, UNTIL, NARROW)
         if scan.sums is not None:
+            row = gl.arange(0, C, gl.SliceLayout(1, NARROW))
             own = _half(tk, ME).load(NARROW).to(gl.float32)
             gl.store(scan.sums + ME * scan.apart + (place.kept + chunk) * C + row, gl.sum(own * of_k, 1))
-        of_k = warpgroup_mma(products, _half(tq, ME), of_k, is_async=True)
-        r, of_v = warpgroup_mma_wait(1, deps=(next, of_v))
-        barrier()
-        mbarrier.arrive(rings.read, count=1)
+        of_k = warpgroup_mma(rings.weights.index(1), _half(tq, ME), of_k, is_async=True)
+        of_v = warpgroup_mma_wait(1, deps=(of_v,))
         if GATE:
             of_v *= of_rows(rings.decays, stage, UNTIL, NARROW)
-        of_v = warpgroup_mma(scores, _half(tdo, ME), of_v, is_async=True)
+        of_v = warpgroup_mma(rings.weights.index(0), _half(tdo, ME), of_v, is_async=True)
         _give(maps, scan, rings, place, outs, of_k, of_v, stage, chunk, scale, ME)
     if scan.last is not None:
         gl.store(_spots(scan.last, scan, place, ME), scale * r)
@@ -283,13 +252,35 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
 
 
 @gluon.jit
-def _bring_marks(maps, rings, place, slot, turn):
-    mbarrier.wait(rings.marks_free.index(0), (turn & 1) ^ 1)
-    ready = rings.marks_ready.index(0)
-    mbarrier.expect(ready, 2 * maps.marks.block_type.nbytes)
-    at_slot = (place.kept // EVERY + slot).to(gl.int32)
-    for half in gl.static_range(2):
-        load(maps.marks, [at_slot, half * HALF, 0], ready, rings.marks.index(half))
+def _meet(scan, rings):
+    """The warps that bring R before a chunk's decay, which is that of the state after it, and the kept states together.
+    Of an even number of chunks the first R meets the state after all."""
+    STAGES: gl.constexpr = rings.ready.type.shape[0]
+    ROWS: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    spot = row[:, None] * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))[None, :]
+    place = place_of(scan)
+    for t in range(place.count):
+        chunk = place.count - 1 - t
+        stage, odd = t % STAGES, (t // STAGES) & 1
+        mbarrier.wait(rings.ready.index(stage), odd)
+        whole = rings.decays.index(stage * 4 + WHOLE).slice(0, ROWS).load(gl.SliceLayout(1, LAYOUT))
+        after = (t == 0) & (place.count % EVERY == 0)
+        barrier()
+        mbarrier.arrive(rings.free.index(stage), count=1)
+        mbarrier.wait(rings.written, t & 1)
+        if after | (chunk % EVERY == 0):
+            slot = place.kept // EVERY + (chunk + 1) // EVERY
+            whole = gl.where(after, 1.0, whole)
+            for half in gl.static_range(2):
+                for part in gl.static_range(HALF // ROWS):
+                    low = half * HALF + part * ROWS
+                    kept = gl.load(scan.marks + (slot * WIDE + low) * WIDE + spot).to(gl.float32)
+                    r = flat(rings.held.index(half)).slice(part * ROWS, ROWS, 0).load(LAYOUT).to(gl.float32)
+                    gl.store(scan.meets + slot * WIDE + (low + row), whole * gl.sum(kept * r, 1))
+        barrier()
+        mbarrier.arrive(rings.read, count=1)
 
 
 @gluon.jit
@@ -298,11 +289,6 @@ def _fill(maps, scan, rings):
     STAGES: gl.constexpr = rings.ready.type.shape[0]
     place = place_of(scan)
     of_k = place.h // scan.group
-    turn = 0 * place.count
-    if maps.marks is not None:  # noqa: SIM102  # decided at compile time, as below
-        if place.count % EVERY == 0:
-            _bring_marks(maps, rings, place, place.count // EVERY, turn)
-            turn += 1
     for t in range(place.count):
         chunk = place.count - 1 - t
         stage, odd = t % STAGES, (t // STAGES) & 1
@@ -315,10 +301,6 @@ def _fill(maps, scan, rings):
         spot = at(scan, place, of_k, chunk, 0)
         load(maps.k, spot, ready, rings.k.index(stage))
         load(maps.q, spot, ready, rings.q.index(stage))
-        if maps.marks is not None:  # noqa: SIM102
-            if chunk % EVERY == 0:
-                _bring_marks(maps, rings, place, chunk // EVERY, turn)
-                turn += 1
 
 
 @gluon.jit
@@ -327,21 +309,26 @@ def _sum_gates(scan, rings):
         fill_decays(scan, rings.decays, rings.ready, rings.free, True)
 
 
+@gluon.jit
+def _meet_states(scan, rings):
+    if scan.marks is not None:
+        _meet(scan, rings)
+
+
 @gluon.jit(do_not_specialize=["scale"])
 def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
     """dk and dv of all chunks, in reverse, and what a gate's gradient needs of them."""
+    kind: gl.constexpr = maps.k.dtype
     q, k, v, do = ring(maps.q, STAGES), ring(maps.k, STAGES), ring(maps.v, STAGES), ring(maps.do, STAGES)
-    held = ring(maps.k, 2)
-    marks = held
-    if maps.marks is not None:
-        marks = ring(maps.marks, 2)
-    ready, free = make_barriers(STAGES, 1 + (scan.gate is not None)), make_barriers(STAGES, 2)
-    written, read = make_barriers(1, 2), make_barriers(1, 2)
-    rings = KeyRings(
-        q, k, v, do, marks, numbers(STAGES), ready, free, make_barriers(1, 1), make_barriers(1, 2), held,
-        written.index(0), read.index(0),
-    )  # fmt: skip
     outs = ring(maps.dv, 4)
+    weights = gl.allocate_shared_memory(kind, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
+    gates: gl.constexpr = 1 if scan.gate is not None else 0
+    meets: gl.constexpr = 1 if scan.marks is not None else 0
+    ready, free = make_barriers(STAGES, 1 + gates), make_barriers(STAGES, 2 + meets)
+    written, read = make_barriers(1, 2), make_barriers(1, 2 + meets)
+    rings = KeyRings(
+        q, k, v, do, numbers(STAGES), ready, free, ring(maps.k, 2), weights, written.index(0), read.index(0)
+    )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -349,7 +336,8 @@ def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
             (_walk, (1, maps, scan, rings, outs, scale)),
             (_fill, (maps, scan, rings)),
             (_sum_gates, (scan, rings)),
+            (_meet_states, (scan, rings)),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 1, 1, 2],
+        [232, 40, 40, 40],
     )
