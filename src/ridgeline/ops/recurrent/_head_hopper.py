@@ -15,7 +15,7 @@ from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_key
 
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
-ROWS, WIDTH, EVERY = 64, 128, 2
+ROWS, WIDTH, EVERY = 64, 128, 4
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
 

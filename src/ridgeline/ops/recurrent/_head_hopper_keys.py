@@ -254,7 +254,7 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
 @gluon.jit
 def _meet(scan, rings):
     """The warps that bring R before a chunk's decay, which is that of the state after it, and the kept states together.
-    Of an even number of chunks the first R meets the state after all."""
+    The first R meets the state after all chunks, unless the one before the last is kept."""
     STAGES: gl.constexpr = rings.ready.type.shape[0]
     ROWS: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
@@ -266,12 +266,12 @@ def _meet(scan, rings):
         stage, odd = t % STAGES, (t // STAGES) & 1
         mbarrier.wait(rings.ready.index(stage), odd)
         whole = rings.decays.index(stage * 4 + WHOLE).slice(0, ROWS).load(gl.SliceLayout(1, LAYOUT))
-        after = (t == 0) & (place.count % EVERY == 0)
+        after = (t == 0) & (place.count % EVERY != 1)
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
         mbarrier.wait(rings.written, t & 1)
         if after | (chunk % EVERY == 0):
-            slot = place.kept // EVERY + (chunk + 1) // EVERY
+            slot = (place.kept + chunk + after.to(gl.int32) + EVERY - 1) // EVERY
             whole = gl.where(after, 1.0, whole)
             for half in gl.static_range(2):
                 for part in gl.static_range(HALF // ROWS):
