@@ -16,6 +16,7 @@ from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_key
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
 ROWS, WIDTH, EVERY = 64, 128, 4
+QUARTER = 32  # rows of a state
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
 
@@ -83,11 +84,12 @@ def bwd(
     maps = KeyMaps(
         *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
         _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
+        None if marks is None else TensorMap(marks, (1, QUARTER, WIDTH), 128),
     )  # fmt: skip
     gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
     sizes = KeyScan(
-        dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
+        dk, *gate, dlast, dfirst, keys, apart, own, meets, call.ends, call.q.shape[1], HV, room,
         HV // call.q.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
