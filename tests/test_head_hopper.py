@@ -86,9 +86,7 @@ def chunk_parts(q: Any, k: Any, v: Any, g: Any, do: Any, first: Any, dlast: Any)
     apart = (since[:, None, :] - since[:, :, None]).triu().exp().triu()
     pairs = (k @ q.mT) * (v @ do.mT) * apart  # keys by queries
     own = torch.stack([pairs[:, :t, t:].sum((1, 2)) for t in range(ROWS)], 1)
-    meets = []
-    for c in range(0, chunks, EVERY):
-        meets.append((before[c] * whole[c] * after[c + 1]).sum(1))
+    meets = [(before[c] * whole[c] * after[c + 1]).sum(1) for c in range(0, chunks, EVERY)]
     if chunks % EVERY != 1:
         meets.append((before[chunks] * after[chunks]).sum(1))
     return torch.stack(queries), torch.stack(keys), own, torch.stack(meets)

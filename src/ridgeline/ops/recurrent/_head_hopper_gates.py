@@ -41,8 +41,8 @@ def _both(parts, data, place):
 
 @triton.jit
 def join_gates(parts, scale):
-    """A chunk's dg. Where no state is kept before it, what passes it is what meets at the next kept one, with the queries
-    and without the keys between."""
+    """A chunk's dg. Where no state is kept before it, what passes it is what meets at the next kept one, with the
+    queries and without the keys between."""
     chunk, pair = tl.program_id(0), tl.program_id(1)
     n, h = pair // parts.heads, pair % parts.heads
     place = pair.to(tl.int64) * parts.room + chunk

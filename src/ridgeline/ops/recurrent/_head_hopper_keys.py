@@ -42,7 +42,6 @@ from ridgeline.ops.recurrent._head_hopper_tiles import (
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
-
 QUARTER = gl.constexpr(32)  # rows of a kept state
 
 
