@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +16,7 @@ from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_key
 
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
-ROWS, WIDTH, EVERY = 64, 128, 4
-QUARTER = 32  # rows of a state
+ROWS, WIDTH, EVERY = 64, 128, 2
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
 
@@ -84,12 +84,11 @@ def bwd(
     maps = KeyMaps(
         *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
         _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
-        None if marks is None else TensorMap(marks, (1, QUARTER, WIDTH), 128),
     )  # fmt: skip
     gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
     sizes = KeyScan(
-        dk, *gate, dlast, dfirst, keys, apart, own, meets, call.ends, call.q.shape[1], HV, room,
+        dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
         HV // call.q.shape[2],
     )  # fmt: skip
     facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
@@ -125,6 +124,19 @@ def refusal_of_gates(*args: Any, **given: Any) -> str | None:
     if gate.dim() == 4:
         return "its gate is one per head, got one per channel"
     return refusal(*args, **given)
+
+
+def left(sizes: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Returns why automatic choice leaves a call to other kernels, or None. sizes: the same, by a call's sizes."""
+
+    def why(*args: Any, **given: Any) -> str | None:
+        if len(args) > 10:
+            _, dlast, q, _, v, g, _, first, ends = args[:9]
+            if g is None or q.shape[2] != v.shape[2] or not (dlast is first is ends is None):
+                return "its backward is checked for a gate, heads of their own and whole sequences without states"
+        return sizes(*args, **given)
+
+    return why
 
 
 KERNEL: dict[str, Any] = {

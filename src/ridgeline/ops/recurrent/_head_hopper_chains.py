@@ -168,12 +168,12 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.con
             barrier()
             store(maps.out, at(scan, place, place.h, t, ME * HALF), out)
     if maps.marks is not None:  # noqa: SIM102
-        if place.count % EVERY != 1:  # else the last chunk's is kept
+        if place.count % EVERY == 0:
             tma.store_wait(0)
             flat(mine).store(state.to(kind))
             fence_async_shared()
             barrier()
-            store(maps.marks, [((place.kept + place.count + EVERY - 1) // EVERY).to(gl.int32), ME * HALF, 0], mine)
+            store(maps.marks, [((place.kept + place.count) // EVERY).to(gl.int32), ME * HALF, 0], mine)
     if scan.last is not None:
         gl.store(_state_spots(scan.last, scan, place, ME, TURNED), state)
     tma.store_wait(0)

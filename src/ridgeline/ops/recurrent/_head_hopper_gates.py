@@ -10,7 +10,7 @@ import triton.language as tl
 from ridgeline.ops.recurrent._scan import find_span
 
 C = tl.constexpr(64)
-EVERY = tl.constexpr(4)
+EVERY = tl.constexpr(2)
 WIDE = tl.constexpr(128)
 
 
@@ -41,8 +41,7 @@ def _both(parts, data, place):
 
 @triton.jit
 def join_gates(parts, scale):
-    """A chunk's dg. Where no state is kept before it, what passes it is what meets at the next kept one, with the
-    queries and without the keys between."""
+    """A chunk's dg. Where no state is kept before it, what passes it is what meets after it without its own keys."""
     chunk, pair = tl.program_id(0), tl.program_id(1)
     n, h = pair // parts.heads, pair % parts.heads
     place = pair.to(tl.int64) * parts.room + chunk
@@ -57,15 +56,13 @@ def join_gates(parts, scale):
     if chunk * C >= tokens:
         return
     queries, keys = _both(parts, parts.queries, place), _both(parts, parts.keys, place)
-    slot = (place + EVERY - 1) // EVERY
-    past = tl.sum(tl.load(parts.meets + slot * WIDE + tl.arange(0, WIDE)), 0)
-    further = (slot * EVERY - place).to(tl.int32)  # chunks to the kept state
-    for step in range(further):
-        other = place + further - step
-        if (chunk + further - step) * C < tokens:
-            past += tl.sum(_both(parts, parts.queries, other), 0)
-        if (chunk + further - step - 1) * C < tokens:
-            past -= tl.sum(_both(parts, parts.keys, other - 1), 0)
+    late = chunk % EVERY
+    meets = parts.meets + (place + late) // EVERY * WIDE + tl.arange(0, WIDE)
+    past = tl.sum(tl.load(meets), 0)
+    if late > 0:
+        if (chunk + 1) * C < tokens:
+            past += tl.sum(_both(parts, parts.queries, place + 1), 0)
+        past -= tl.sum(keys, 0)
     inner = tl.arange(0, C)
     found = tl.cumsum(queries, 0, reverse=True) + tl.load(parts.own + place * C + inner) + past
     found += tl.sum(tl.where(inner[:, None] < inner[None, :], keys[:, None], 0.0), 0)

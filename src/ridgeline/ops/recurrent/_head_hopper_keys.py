@@ -42,8 +42,6 @@ from ridgeline.ops.recurrent._head_hopper_tiles import (
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 
-QUARTER = gl.constexpr(32)  # rows of a kept state
-
 
 class KeyMaps(NamedTuple):
     """Tensor maps of a chunk's rows; of results half of their columns."""
@@ -54,7 +52,6 @@ class KeyMaps(NamedTuple):
     do: Any
     dk: Any  # None where it is in float32
     dv: Any
-    marks: Any  # a quarter of the rows of the states that the pass for dq kept, or None
 
 
 class KeyScan(NamedTuple):
@@ -70,6 +67,7 @@ class KeyScan(NamedTuple):
     apart: Any  # from the first half of columns to the second
     own: Any  # pairs around each gate within its chunk, (heads' chunks, C)
     meets: Any  # <state, R> by the rows of both, (heads' states, WIDE)
+    marks: Any  # states that the pass for dq kept, (heads' states, K, V)
     ends: Any  # cu_seqlens or None
     tokens: Any
     heads: Any
@@ -85,8 +83,6 @@ class KeyRings(NamedTuple):
     decays: Any
     ready: Any
     free: Any
-    marks: Any  # two quarters
-    marks_ready: Any
     held: Any  # R as products take it, in halves of its rows
     weights: Any  # of keys (rows) with queries: in dv, and in dk
     written: Any  # both
@@ -256,52 +252,33 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
 
 
 @gluon.jit
-def _bring(maps, rings, place, slot, part: gl.constexpr):
-    """Brings a quarter of the rows of a kept state."""
-    if slot >= 0:
-        ready = rings.marks_ready.index(part % 2)
-        mbarrier.expect(ready, maps.marks.block_type.nbytes)
-        at_slot = (place.kept // EVERY + slot).to(gl.int32)
-        load(maps.marks, [at_slot, part * QUARTER, 0], ready, rings.marks.index(part % 2))
-
-
-@gluon.jit
-def _meet(maps, scan, rings):
+def _meet(scan, rings):
     """The warps that bring R before a chunk's decay, which is that of the state after it, and the kept states together.
-    The first R meets the state after all chunks, unless the one before the last is kept."""
+    Of an even number of chunks the first R meets the state after all."""
     STAGES: gl.constexpr = rings.ready.type.shape[0]
-    ROWS: gl.constexpr = 8
+    ROWS: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    spot = row[:, None] * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))[None, :]
     place = place_of(scan)
-    slot = (place.count - 1 + EVERY - 1) // EVERY
-    if place.count % EVERY != 1:
-        slot = (place.count + EVERY - 1) // EVERY
-    slot = gl.where(place.count > 0, slot, -1)
-    _bring(maps, rings, place, slot, 0)
-    _bring(maps, rings, place, slot, 1)
     for t in range(place.count):
         chunk = place.count - 1 - t
         stage, odd = t % STAGES, (t // STAGES) & 1
         mbarrier.wait(rings.ready.index(stage), odd)
         whole = rings.decays.index(stage * 4 + WHOLE).slice(0, ROWS).load(gl.SliceLayout(1, LAYOUT))
-        after = (t == 0) & (place.count % EVERY != 1)
+        after = (t == 0) & (place.count % EVERY == 0)
         barrier()
         mbarrier.arrive(rings.free.index(stage), count=1)
         mbarrier.wait(rings.written, t & 1)
         if after | (chunk % EVERY == 0):
+            slot = place.kept // EVERY + (chunk + 1) // EVERY
             whole = gl.where(after, 1.0, whole)
-            to = scan.meets + (place.kept // EVERY + slot) * WIDE
-            for part in gl.static_range(4):
-                mbarrier.wait(rings.marks_ready.index(part % 2), part // 2)
-                mark, r = flat(rings.marks.index(part % 2)), flat(rings.held.index(part // 2))
-                for piece in gl.static_range(QUARTER // ROWS):
-                    kept = mark.slice(piece * ROWS, ROWS, 0).load(LAYOUT).to(gl.float32)
-                    kept *= r.slice(part % 2 * QUARTER + piece * ROWS, ROWS, 0).load(LAYOUT).to(gl.float32)
-                    gl.store(to + (part * QUARTER + piece * ROWS + row), whole * gl.sum(kept, 1))
-                barrier()
-                _bring(maps, rings, place, slot - part // 2, (part + 2) % 4)
-            slot -= 1
+            for half in gl.static_range(2):
+                for part in gl.static_range(HALF // ROWS):
+                    low = half * HALF + part * ROWS
+                    kept = gl.load(scan.marks + (slot * WIDE + low) * WIDE + spot).to(gl.float32)
+                    r = flat(rings.held.index(half)).slice(part * ROWS, ROWS, 0).load(LAYOUT).to(gl.float32)
+                    gl.store(scan.meets + slot * WIDE + (low + row), whole * gl.sum(kept * r, 1))
         barrier()
         mbarrier.arrive(rings.read, count=1)
 
@@ -333,9 +310,9 @@ def _sum_gates(scan, rings):
 
 
 @gluon.jit
-def _meet_states(maps, scan, rings):
-    if maps.marks is not None:
-        _meet(maps, scan, rings)
+def _meet_states(scan, rings):
+    if scan.marks is not None:
+        _meet(scan, rings)
 
 
 @gluon.jit(do_not_specialize=["scale"])
@@ -346,15 +323,11 @@ def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
     outs = ring(maps.dv, 4)
     weights = gl.allocate_shared_memory(kind, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
     gates: gl.constexpr = 1 if scan.gate is not None else 0
-    meets: gl.constexpr = 1 if maps.marks is not None else 0
+    meets: gl.constexpr = 1 if scan.marks is not None else 0
     ready, free = make_barriers(STAGES, 1 + gates), make_barriers(STAGES, 2 + meets)
     written, read = make_barriers(1, 2), make_barriers(1, 2 + meets)
-    marks = weights
-    if maps.marks is not None:
-        marks = ring(maps.marks, 2)
     rings = KeyRings(
-        q, k, v, do, numbers(STAGES), ready, free, marks, make_barriers(2, 1), ring(maps.k, 2), weights,
-        written.index(0), read.index(0),
+        q, k, v, do, numbers(STAGES), ready, free, ring(maps.k, 2), weights, written.index(0), read.index(0)
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
@@ -363,7 +336,7 @@ def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
             (_walk, (1, maps, scan, rings, outs, scale)),
             (_fill, (maps, scan, rings)),
             (_sum_gates, (scan, rings)),
-            (_meet_states, (maps, scan, rings)),
+            (_meet_states, (scan, rings)),
         ],
         [4, 1, 1, 2],
         [232, 40, 40, 40],

@@ -132,6 +132,6 @@ OP.kernel(
     **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates},
 )  # fmt: skip
 OP.kernel(
-    "gluon", _head_hopper.IDEA, unless=_head_chunks.left_of_gates,
+    "gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates),
     **_head_hopper.KERNEL | {"supports": _head_hopper.refusal_of_gates},
 )  # fmt: skip

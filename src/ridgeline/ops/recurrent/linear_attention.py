@@ -106,4 +106,4 @@ for name, idea in (
     OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=_causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL)
-OP.kernel("gluon", _head_hopper.IDEA, unless=_head_chunks.left_of_gates, **_head_hopper.KERNEL)
+OP.kernel("gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates), **_head_hopper.KERNEL)
