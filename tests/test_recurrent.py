@@ -419,7 +419,8 @@ def test_all_chunks_side_by_side_stay_in_their_memory(kind: str, case: str, monk
 
 
 def test_which_calls_have_all_chunks_side_by_side() -> None:
-    """By default on Hopper: long sequences with heads for half of the GPU, in half precision, with a gate per head."""
+    """By default on Hopper: long sequences with heads for half of the GPU, in half precision, with a gate per head.
+    Gluon's chains take those of 128 columns without step sizes."""
 
     def serving(sizes: tuple[int, ...], kind: torch.dtype, ends: int = 0, channels: int = 0) -> set[str]:
         B, T, heads, width = sizes
@@ -444,19 +445,20 @@ def test_which_calls_have_all_chunks_side_by_side() -> None:
 
     half = torch.bfloat16
     with ridgeline.device.pretend("sm_90"):
-        assert serving((8, 4096, 16, 128), half) == {"triton_chunks"}
-        assert serving((1, 32768, 16, 128), half, 8) == {"triton_chunks"}
+        assert serving((8, 4096, 16, 128), half) == {"gluon", "triton_chunks"}
+        assert serving((8, 4096, 16, 64), half) == {"triton_chunks"}
+        assert serving((1, 32768, 16, 128), half, 8) == {"gluon", "triton_chunks"}
         assert serving((8, 4096, 16, 128), half, channels=128) == {"triton"}  # a gate per channel
         assert serving((8, 4096, 16, 256), half) == {"triton"}  # too wide
         assert serving((8, 4096, 16, 128), torch.float32) == {"triton"}
-        assert serving((8, 4096, 16, 128), torch.float16) == {"triton_chunks"}
+        assert serving((8, 4096, 16, 128), torch.float16) == {"gluon", "triton_chunks"}
         assert serving((64, 1, 32, 128), half) == {"triton"}  # a decoder's step
         assert serving((64, 256, 32, 128), half) == {"triton"}  # short
         assert serving((1, 32768, 16, 128), half, 128) == {"triton"}  # short ones, packed
         assert serving((1, 32768, 4, 128), half) == {"triton"}  # few heads
         q = torch.empty((8, 4096, 16, 128), dtype=half, device="meta")
         inputs = q, q, q, None, None, None, None, 1.0, "ieee"
-        assert select(get("linear_attention"), None, *inputs, kernels=True).name == "triton"
+        assert select(get("linear_attention"), None, *inputs, kernels=True).name == "gluon"
     with ridgeline.device.pretend("sm_80"):
         assert serving((8, 4096, 16, 128), half) == {"triton"}
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _head_chunks
+from ridgeline.ops.recurrent import _head_chunks, _head_hopper
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -103,6 +103,7 @@ CASES = [
     Case("2x18x2/4x8/12 per head, states", (*_grouped, Decay(2, 18, 2)), _states),
     # Its gradient is a sum of terms that cancel, on some CPUs 1.03 times the law's error; test_recurrent.py holds it.
     Case("2x18x2/4x8/12 per channel, states", (*_grouped, Decay(2, 18, 2, 8, grad=False)), _states),
+    Case("1x70x2x128 per head", (*(Spec(1, 70, 2, 128),) * 3, Decay(1, 70, 2)), dtypes=("float16", "bfloat16")),
     Case("1x64x2x16 per head", (*(Spec(1, 64, 2, 16),) * 3, Decay(1, 64, 2)), dtypes=("float32",), use="quick"),
     Case("8x4096x16x128 per head", (*_large, Decay(8, 4096, 16)), {}, ("bfloat16",), "bench"),
     Case("8x4096x16x128 per channel", (*_large, Decay(8, 4096, 16, 128)), {}, ("bfloat16",), "bench"),
@@ -129,4 +130,8 @@ OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel(
     "triton_chunks", _head_chunks.IDEA, served=True, unless=_head_chunks.left_of_gates,
     **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates},
+)  # fmt: skip
+OP.kernel(
+    "gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates),
+    **_head_hopper.KERNEL | {"supports": _head_hopper.refusal_of_gates},
 )  # fmt: skip

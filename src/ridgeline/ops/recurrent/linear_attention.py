@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _causal_product, _head_chunks
+from ridgeline.ops.recurrent import _causal_product, _head_chunks, _head_hopper
 from ridgeline.ops.recurrent._arguments import check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
@@ -78,6 +78,7 @@ CASES = [
     Case("2x7x1x8/12", (Spec(2, 7, 1, 8), Spec(2, 7, 1, 8), Spec(2, 7, 1, 12))),
     Case("2x18x2/4x8/12 states", (Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)),
          {"initial_state": Spec(2, 4, 8, 12, dtype="float32", grad=False), "return_state": True}),
+    Case("1x70x2x128", (Spec(1, 70, 2, 128),) * 3, dtypes=("float16", "bfloat16")),
     Case("1x64x2x16", (Spec(1, 64, 2, 16),) * 3, dtypes=("float32",), use="quick"),
     Case("8x4096x16x128", (Spec(8, 4096, 16, 128),) * 3, dtypes=("bfloat16",), use="bench"),
     Case("8x4096x16x64", (Spec(8, 4096, 16, 64),) * 3, dtypes=("float32",), use="bench"),
@@ -105,3 +106,4 @@ for name, idea in (
     OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=_causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL)
+OP.kernel("gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates), **_head_hopper.KERNEL)

@@ -1,0 +1,145 @@
+"""Starts of the Gluon chains of a gate per head or none, on Hopper: half precision, 128 columns of q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ridgeline.boundary import launch
+from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent import _calls, _chunks
+from ridgeline.ops.recurrent._head_hopper_chains import Scan, ScanMaps, walk_heads
+from ridgeline.ops.recurrent._head_hopper_gates import Parts, join_gates
+from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_keys
+
+Maybe = torch.Tensor | None
+STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
+ROWS, WIDTH, EVERY = 64, 128, 2
+IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
+
+
+def _aligned(t: torch.Tensor) -> bool:
+    """Whether the copy engine takes the tensor's rows."""
+    steps = [s * t.element_size() for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1]
+    return not t.data_ptr() % 16 and not any([s <= 0 or s % 16 for s in steps])
+
+
+def _rows(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
+    packed = call.ends is not None
+    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), 128, packed)
+
+
+def room_of(call: _chunks.Call) -> int:
+    """Chunks that a head has room for, with the state after each sequence."""
+    sequences = 1 if call.ends is None else call.sequences
+    return EVERY * (call.q.shape[1] // (EVERY * ROWS) + 2 * sequences)
+
+
+def _scan(
+    call: _chunks.Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, out: torch.Tensor, last: Maybe,
+    turned: bool, own: Maybe = None, sums: Maybe = None, marks: Maybe = None,
+) -> None:  # fmt: skip
+    """A pass forward. turned: whether the state's rows are c's columns, as for dq."""
+    heads, half, gate = call.v.shape[2], WIDTH // 2, None if call.g is None else call.rows(call.g)
+    maps = ScanMaps(
+        _rows(a, WIDTH, call), _rows(b, WIDTH, call), _rows(c, half, call),
+        _rows(out, half, call) if out.dtype == a.dtype else None,
+        None if own is None else _rows(own, half, call),
+        None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
+    )  # fmt: skip
+    groups = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
+    facts = (None, 0, 0, 0, 1) if gate is None else gate
+    sizes = Scan(
+        out, *facts, call.first, last, sums, 0 if sums is None else sums.stride(0), call.ends, call.q.shape[1],
+        heads, room_of(call), *groups,
+    )  # fmt: skip
+    count = call.sequences * heads
+    launch(walk_heads, (count,), sizes, maps, call.scale, STAGES=STAGES, TURNED=turned, num_warps=4, maxnreg=168)
+
+
+def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
+    call = _chunks.Call(*inputs)
+    _scan(call, call.q, call.k, call.v, o, last, False)
+
+
+def bwd(
+    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
+    dlast: Maybe, *inputs: Any,
+) -> None:  # fmt: skip
+    """A pass for dq, one in reverse for dk and dv, and one that joins the parts of dg."""
+    call = _chunks.Call(*inputs)
+    do = do if _aligned(do) else do.contiguous()
+    (B, _, HV, _), room = call.v.shape, room_of(call)
+    places = B * HV * room
+    queries = keys = own = meets = marks = None
+    if dg is not None:
+        fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
+        queries, keys = torch.empty((2, places, ROWS), **fresh), torch.empty((2, places, ROWS), **fresh)
+        own, meets = torch.empty((places, ROWS), **fresh), torch.empty((places // EVERY, WIDTH), **fresh)
+        marks = torch.empty((places // EVERY, WIDTH, WIDTH), dtype=do.dtype, device=do.device)
+    _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
+    half = WIDTH // 2
+    maps = KeyMaps(
+        *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
+        _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
+    )  # fmt: skip
+    gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
+    apart = places * ROWS
+    sizes = KeyScan(
+        dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
+        HV // call.q.shape[2],
+    )  # fmt: skip
+    facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
+    launch(walk_keys, (call.sequences * HV,), sizes, maps, call.scale, **facts)
+    if dg is not None:
+        parts = Parts(
+            dg, queries, keys, own, meets, apart, call.ends, call.q.shape[1], HV, room, call.sequences
+        )  # fmt: skip
+        launch(join_gates, (room, B * HV), parts, call.scale, num_warps=1)
+
+
+def refusal(*args: Any, **given: Any) -> str | None:
+    """Why these kernels do not take a call, or None. Takes public arguments, a launcher's inputs, or in backward these
+    after two gradients."""
+    backward = len(args) > 10
+    q, k, v = args[2:5] if backward else args[:3]
+    reason = _calls.refusal(*args, **given)
+    if reason is None and any([t.shape[-1] != WIDTH for t in (q, k, v)]):
+        reason = f"q, k and v have {WIDTH} columns, got {[t.shape[-1] for t in (q, k, v)]}"
+    if reason is None and not all([_aligned(t) for t in (q, k, v)]):
+        reason = "rows of q, k and v begin at multiples of 16 bytes"
+    if reason is None and not v.numel():
+        reason = "there are no tokens"
+    if reason is None and backward and args[9] == 0:
+        reason = "its backward divides by the scale, which is 0"
+    return reason
+
+
+def refusal_of_gates(*args: Any, **given: Any) -> str | None:
+    """As `refusal`, of gated_linear_attention's calls."""
+    backward = len(args) > 10
+    gate = args[5] if backward else args[3]
+    if gate.dim() == 4:
+        return "its gate is one per head, got one per channel"
+    return refusal(*args, **given)
+
+
+def left(sizes: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Returns why automatic choice leaves a call to other kernels, or None. sizes: the same, by a call's sizes."""
+
+    def why(*args: Any, **given: Any) -> str | None:
+        if len(args) > 10:
+            _, dlast, q, _, v, g, _, first, ends = args[:9]
+            if g is None or q.shape[2] != v.shape[2] or not (dlast is first is ends is None):
+                return "its backward is checked for a gate, heads of their own and whole sequences without states"
+        return sizes(*args, **given)
+
+    return why
+
+
+KERNEL: dict[str, Any] = {
+    "kind": "gluon", "fwd": fwd, "bwd": bwd, "supports": refusal, "served": True, "dtypes": ("float16", "bfloat16"),
+    "arch": 90, "newest": 90, "shared": 227 << 10,
+}  # fmt: skip
