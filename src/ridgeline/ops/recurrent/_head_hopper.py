@@ -49,8 +49,8 @@ def _scan(
         None if own is None else _rows(own, half, call),
         None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
     )  # fmt: skip
-    groups = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
-    facts = (None, 0, 0, 0, 1) if gate is None else gate
+    groups: Any = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
+    facts: Any = (None, 0, 0, 0, 1) if gate is None else gate
     sizes = Scan(
         out, *facts, call.first, last, sums, 0 if sums is None else sums.stride(0), call.ends, call.q.shape[1],
         heads, room_of(call), *groups,
@@ -81,11 +81,11 @@ def bwd(
         marks = torch.empty((places // EVERY, WIDTH, WIDTH), dtype=do.dtype, device=do.device)
     _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
     half = WIDTH // 2
+    rows: Any = [_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)]
     maps = KeyMaps(
-        *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
-        _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
+        *rows, _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
     )  # fmt: skip
-    gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
+    gate: Any = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
     sizes = KeyScan(
         dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
