@@ -115,19 +115,19 @@ def test_parts_of_a_gates_gradient_join(ends: list[int] | None, device: str) -> 
     own, meets = torch.full((H * room, ROWS), torch.nan), torch.full((H * room // EVERY, WIDTH), torch.nan)
     for n, (start, end) in enumerate(spans):
         for h in range(H):
-            rows = (t[0, start:end, h] for t in (q, k, v, g.detach(), do))
+            rows: Any = (t[0, start:end, h] for t in (q, k, v, g.detach(), do))
             if start == end:
                 continue
-            a, b, c, d = chunk_parts(*rows, first[n, h], dlast[n, h] / scale)
+            a, b, c, d = chunk_parts(*[*rows, first[n, h], dlast[n, h] / scale])
             at = h * room + EVERY * (start // (EVERY * ROWS) + 2 * n)
             for t, found in ((queries, a), (keys, b)):
                 t[0, at : at + len(found)], t[1, at : at + len(found)] = found / 4, found * 3 / 4
             own[at : at + len(c)] = c
             meets[at // EVERY : at // EVERY + len(d)] = d
     dg = torch.empty((1, T, H), device=device)
-    parts = [t.to(device) for t in (queries, keys, own, meets)]
+    parts: Any = [t.to(device) for t in (queries, keys, own, meets)]
     where = None if cu_seqlens is None else cu_seqlens.to(device)
-    given = Parts(dg, *parts, H * room * ROWS, where, T, H, room, sequences)
+    given = Parts._make((dg, *parts, H * room * ROWS, where, T, H, room, sequences))
     boundary.launch(join_gates, (room, H), given, scale, num_warps=1)
     assert (dg.cpu() - expected).norm() < 1e-5 * expected.norm()
     assert not any([dg[0, start].any() for start, end in spans if end > start])

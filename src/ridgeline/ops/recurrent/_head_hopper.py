@@ -49,12 +49,12 @@ def _scan(
         None if own is None else _rows(own, half, call),
         None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
     )  # fmt: skip
-    groups = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
-    facts = (None, 0, 0, 0, 1) if gate is None else gate
-    sizes = Scan(
+    groups: Any = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
+    facts: Any = (None, 0, 0, 0, 1) if gate is None else gate
+    sizes = Scan._make((
         out, *facts, call.first, last, sums, 0 if sums is None else sums.stride(0), call.ends, call.q.shape[1],
         heads, room_of(call), *groups,
-    )  # fmt: skip
+    ))  # fmt: skip
     count = call.sequences * heads
     launch(walk_heads, (count,), sizes, maps, call.scale, STAGES=STAGES, TURNED=turned, num_warps=4, maxnreg=168)
 
@@ -81,16 +81,16 @@ def bwd(
         marks = torch.empty((places // EVERY, WIDTH, WIDTH), dtype=do.dtype, device=do.device)
     _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
     half = WIDTH // 2
-    maps = KeyMaps(
-        *[_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)],
-        _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
-    )  # fmt: skip
-    gate = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
+    rows: Any = [_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)]
+    maps = KeyMaps._make((
+        *rows, _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
+    ))  # fmt: skip
+    gate: Any = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
-    sizes = KeyScan(
+    sizes = KeyScan._make((
         dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
         HV // call.q.shape[2],
-    )  # fmt: skip
+    ))  # fmt: skip
     facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
     launch(walk_keys, (call.sequences * HV,), sizes, maps, call.scale, **facts)
     if dg is not None:
