@@ -69,6 +69,7 @@ def names_of(turns: Turns, program: int, programs: int = 1, *more: Any) -> dict[
     gl.where, gl.load, gl.store = chosen, read, put
     gl.program_id = lambda axis: program
     gl.num_programs = lambda axis: programs
+    gl.max_contiguous = gl.multiple_of = lambda x, numbers: x
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(torch.full(shape, torch.nan).to(dtype))
     gl.warp_specialize = lambda works, *_: turns.run([lambda f=f, args=args: f(*args) for f, args in works])
     names |= {
@@ -77,6 +78,7 @@ def names_of(turns: Turns, program: int, programs: int = 1, *more: Any) -> dict[
         "operand_layout": lambda x: None,
         "sums_layout": lambda x: None,
         "power": torch.exp2,
+        "column_chunks": lambda x, count: x.chunk(count, 1),
         "upper_half": lambda x: x,
     }
     return names

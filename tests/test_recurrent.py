@@ -447,7 +447,7 @@ def test_which_calls_have_all_chunks_side_by_side() -> None:
     with ridgeline.device.pretend("sm_90"):
         assert serving((8, 4096, 16, 128), half) == {"gluon", "triton_chunks"}
         assert serving((8, 4096, 16, 64), half) == {"triton_chunks"}
-        assert serving((1, 32768, 16, 128), half, 8) == {"gluon", "triton_chunks"}
+        assert serving((1, 32768, 16, 128), half, 8) == {"triton_chunks"}
         assert serving((8, 4096, 16, 128), half, channels=128) == {"triton"}  # a gate per channel
         assert serving((8, 4096, 16, 256), half) == {"triton"}  # too wide
         assert serving((8, 4096, 16, 128), torch.float32) == {"triton"}

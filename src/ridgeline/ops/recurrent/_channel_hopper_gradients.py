@@ -34,7 +34,7 @@ from ridgeline.ops.recurrent._channel_hopper_chains import (
     spot_of,
 )
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
-from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
+from ridgeline.tiles.warpgroup import column_chunks, flat, operand_layout, sums_layout
 
 
 class GradientMaps(NamedTuple):
@@ -110,13 +110,6 @@ def _first_state(chains, ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constex
 
 
 @gluon.jit
-def _last_state(chains, spot, state, ME: gl.constexpr, PART: gl.constexpr, K: gl.constexpr):
-    if chains.last is not None:  # noqa: SIM102  # decided at compile time
-        if spot.count >= 0:
-            gl.store(_state_at(chains.last, ME, PART, HALF, K, K), state)
-
-
-@gluon.jit
 def _mask(kind: gl.constexpr, WHICH: gl.constexpr, SHIFT: gl.constexpr):
     """A tile of zeros, ones and signs by which products sum over a chunk's rows x what counts for a gate y. 0: earlier
     rows and its own; 1: earlier ones; 2 and 3: the signs of pairs that end, or begin, at x."""
@@ -126,6 +119,8 @@ def _mask(kind: gl.constexpr, WHICH: gl.constexpr, SHIFT: gl.constexpr):
     early = y < C // 2
     if WHICH == 0:
         made = gl.where(x <= y, 1.0, 0.0)
+    elif WHICH == 4:
+        made = gl.where(x >= y, 1.0, 0.0)
     elif WHICH == 1:
         made = gl.where(x < y, 1.0, 0.0)
     elif WHICH == 2:
@@ -234,7 +229,7 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
         )
 
 
-class GradientRings(NamedTuple):
+class Rings(NamedTuple):
     """All tiles have 64 rows and columns."""
 
     q: Any
@@ -246,7 +241,8 @@ class GradientRings(NamedTuple):
     state: Any  # the one before the chunk, and then the decayed gradient of the one after it
     weights: Any  # of do with v
     own: Any  # RWKV-6: a row's pair with itself, by u and by do and v
-    upto: Any  # masks
+    lower: Any  # masks
+    upto: Any
     before: Any
     endings: Any
     begins: Any
@@ -326,40 +322,23 @@ def _pairs_of_gates(tq, tk, rings, narrow, SHIFT: gl.constexpr):
         dg = _sum_parts(tk.load(LAYOUT).to(gl.float32) * pair, rings.begins, dg, True)
     else:  # a sum of all in the first half leaves the pairs that end or begin before
         found -= tk.load(LAYOUT).to(gl.float32) * pair
-        dg = _sum_parts(found, rings.upto.permute((1, 0)), narrow, False)
+        dg = _sum_parts(found, rings.lower, narrow, False)
         dg -= gl.where(y < C // 2, gl.sum(gl.where(y == 0, dg, 0.0), 1)[:, None], 0.0)
     return dg
 
 
 @gluon.jit
-def _add_product(a, b, found):
-    found = warpgroup_mma(a, b, found, is_async=True)
-    return warpgroup_mma_wait(0, deps=(found,))
-
-
-@gluon.jit
-def _reads(tq, tk, tg, strict, rings, found, dg, scale, narrow):
-    """The state times do, `found`: adds q's part of it to the gates' sums. Returns dq without RWKV-6's own pairs."""
-    LAYOUT: gl.constexpr = narrow.type.layout
-    x = gl.convert_layout((tq.load(LAYOUT).to(gl.float32) * found).to(tq.dtype), operand_layout(LAYOUT))
-    dg = _add_product(x, strict.permute((1, 0)), dg)
-    found = _add_product(tk, flat(rings.weights).permute((1, 0)), found)
-    return found * (scale * power(_halvings(tg, strict, narrow))), dg
-
-
-@gluon.jit
-def _writes(tq, tk, tg, strict, rings, found, dg, narrow, SHIFT: gl.constexpr):
-    """The same for the state's gradient times v, k and dk."""
-    LAYOUT: gl.constexpr = narrow.type.layout
-    x = (tk.load(LAYOUT).to(gl.float32) * found).to(tk.dtype)
-    dg = warpgroup_mma(gl.convert_layout(x, operand_layout(LAYOUT)), strict, dg, is_async=True)
-    barrier()
-    mbarrier.arrive(rings.seen.index(0), count=1)
-    dg = warpgroup_mma_wait(0, deps=(dg,))
-    if not SHIFT:
-        dg -= x.to(gl.float32)  # a row's own pairs do not cross its gate
-    found = _add_product(tq, flat(rings.weights), found)
-    return found * power(-_halvings(tg, rings.upto, narrow)), dg
+def _store_decayed(to, found, tg, tile, FACTOR: gl.constexpr, scale):
+    """Stores what a row has, times its decay, or the inverse, by halves of the rows."""
+    NARROW: gl.constexpr = sums_layout(C // 2)
+    narrow = gl.zeros([HALF, C // 2], gl.float32, NARROW)
+    parts = column_chunks(found, 2)
+    for part in gl.static_range(2):
+        rows = tile.slice(part * (C // 2), C // 2, 0).permute((1, 0))
+        since = warpgroup_mma(tg, rows, narrow, use_acc=False, is_async=True)
+        since = warpgroup_mma_wait(0, deps=(since,))
+        x = gl.convert_layout(parts[part], NARROW) * (scale * power(since * FACTOR))
+        to.slice(part * (C // 2), C // 2, 1).store(x.to(to.dtype))
 
 
 @gluon.jit
@@ -397,7 +376,7 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
     state = _first_state(chains, ME, 0, HALF, K, K)
     if PARTS == 2:
         other = _first_state(chains, ME, 1, HALF, K, K)
-    tdq = rings.dq.index(ME)
+    tw, tdq = flat(rings.weights), rings.dq.index(ME)
     strict = rings.before if SHIFT else rings.upto
     if SHIFT:
         depth = gl.arange(0, HALF, gl.SliceLayout(1, NARROW))
@@ -429,40 +408,64 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
         if PARTS == 2:
             other, more = _turn(flat(rings.state.index(PARTS * ME + 1)), other, whole)
             held += more
+        dg += gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]  # now: later it would hold the state's tile
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.turned.index(0), count=1)
-        found, dg = _reads(tq, tk, tg, strict, rings, found, dg, scale, narrow)
+        x = gl.convert_layout((tq.load(NARROW).to(gl.float32) * found).to(kind), operand_layout(NARROW))
+        dg = warpgroup_mma(x, strict.permute((1, 0)), dg, is_async=True)
+        dg = warpgroup_mma_wait(0, deps=(dg,))
+        found = warpgroup_mma(tk, tw.permute((1, 0)), found, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
         if SHIFT:
+            found *= scale * power(_halvings(tg, strict, narrow))
             both = rings.own.index(1).load(gl.SliceLayout(0, NARROW))[None, :]
             found += both * u * of_k.to(gl.float32)
             of_bonus += gl.sum(both * of_q.to(gl.float32) * of_k.to(gl.float32), 1)
-        flat(tdq).permute((1, 0)).store(found.to(kind))
+            flat(tdq).permute((1, 0)).store(found.to(kind))
+        else:
+            _store_decayed(flat(tdq).permute((1, 0)), found, tg, rings.lower, LOG2E, scale)
         fence_async_shared()
         barrier()
         store(maps.dq, at, tdq)
         found = _turned(rings, stage, 1, ME, PARTS, narrow)
-        found, dg = _writes(tq, tk, tg, strict, rings, found, dg, narrow, SHIFT)
+        x = (tk.load(NARROW).to(gl.float32) * found).to(kind)
+        dg = warpgroup_mma(gl.convert_layout(x, operand_layout(NARROW)), strict, dg, is_async=True)
+        barrier()
+        mbarrier.arrive(rings.seen.index(0), count=1)
+        dg = warpgroup_mma_wait(0, deps=(dg,))
+        if not SHIFT:
+            dg -= x.to(gl.float32)  # its own pairs do not cross a gate
+        found = warpgroup_mma(tq, tw, found, is_async=True)
+        found = warpgroup_mma_wait(0, deps=(found,))
         if SHIFT:
+            found *= power(-_halvings(tg, rings.upto, narrow))
             found += both * u * of_q.to(gl.float32)
-        state = _add_product(tq, flat(rings.do.index(PARTS * stage)), state)
+        pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage)), state, is_async=True)
+        state = warpgroup_mma_wait(0, deps=(pending,))
         if PARTS == 2:
-            other = _add_product(tq, flat(rings.do.index(PARTS * stage + 1)), other)
+            pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage + 1)), other, is_async=True)
+            other = warpgroup_mma_wait(0, deps=(pending,))
         barrier()
         mbarrier.arrive(rings.used.index(0), count=1)
-        tg.store((dg + gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]).to(kind))
         mbarrier.wait(rings.done.index(0), step & 1)
-        tk.store(found.to(kind))
+        if SHIFT:
+            tk.store(found.to(kind))
+        else:
+            _store_decayed(tk, found, tg, rings.lower, -LOG2E, 1.0)
+        tg.store(dg.to(kind))
         fence_async_shared()
         barrier()
         store(maps.dk, at, rings.k.index(part))
         store(maps.dg, at, rings.g.index(part))
-    _last_state(chains, spot, state, ME, 0, K)
-    if PARTS == 2:
-        _last_state(chains, spot, other, ME, 1, K)
-    if SHIFT:  # noqa: SIM102  # decided at compile time
-        if spot.count > 0:
-            gl.store(chains.of_bonus + (_room(chains, spot) * HALF + depth), of_bonus)
+    if spot.count >= 0:
+        if chains.last is not None:
+            gl.store(_state_at(chains.last, ME, 0, HALF, K, K), state)
+            if PARTS == 2:
+                gl.store(_state_at(chains.last, ME, 1, HALF, K, K), other)
+        if SHIFT:  # noqa: SIM102  # decided at compile time
+            if spot.count > 0:
+                gl.store(chains.of_bonus + (_room(chains, spot) * HALF + depth), of_bonus)
     tma.store_wait(0)
 
 
@@ -580,13 +583,14 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
     v, do = ring(maps.v, PARTS * STAGES), ring(maps.do, PARTS * STAGES)
     dq, state = ring(maps.dq, PARTS), ring(maps.states, PARTS * PARTS)
     weights = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-    upto = _mask(kind, 0, SHIFT)
+    lower = _mask(kind, 4, SHIFT)
+    upto = lower.permute((1, 0))
     own, before, endings, begins = upto, upto, upto, upto
     if SHIFT:
         own = gl.allocate_shared_memory(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         before, endings, begins = _mask(kind, 1, SHIFT), _mask(kind, 2, SHIFT), _mask(kind, 3, SHIFT)
-    rings = GradientRings(
-        q, k, v, g, do, dq, state, weights, own, upto, before, endings, begins, ones_tile(kind),
+    rings = Rings(
+        q, k, v, g, do, dq, state, weights, own, lower, upto, before, endings, begins, ones_tile(kind),
         make_barriers(STAGES, 1), make_barriers(1, 1), make_barriers(1, 1), make_barriers(1, PARTS),
         make_barriers(1, PARTS), make_barriers(1, PARTS), make_barriers(1, PARTS), make_barriers(1, 1),
         make_barriers(STAGES, PARTS + 1),
@@ -601,7 +605,7 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
                 (_fill, (maps, chains, rings, PARTS)),
             ],
             [4, 4, 1],
-            [208, 72, 24],
+            [200, 88, 24],
         )
     else:
         gl.warp_specialize(

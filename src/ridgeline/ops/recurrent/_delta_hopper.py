@@ -31,11 +31,14 @@ def mapped(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in steps])
 
 
-def serves(call: Any) -> bool:
-    """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding."""
+def serves(call: Any, segments: int = 1) -> bool:
+    """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding. With a gate
+    per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
     if tracing() or call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16):
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:
+        return False
+    if call.g.dim() == 4 and (call.v.dtype != torch.bfloat16 or call.ends is not None or segments > 1):
         return False
     return all([mapped(t) for t in (call.q, call.k, call.v)])
 

@@ -130,10 +130,13 @@ def left(sizes: Callable[..., str | None]) -> Callable[..., str | None]:
     """Returns why automatic choice leaves a call to other kernels, or None. sizes: the same, by a call's sizes."""
 
     def why(*args: Any, **given: Any) -> str | None:
-        if len(args) > 10:
-            _, dlast, q, _, v, g, _, first, ends = args[:9]
-            if g is None or q.shape[2] != v.shape[2] or not (dlast is first is ends is None):
-                return "its backward is checked for a gate, heads of their own and whole sequences without states"
+        backward, dlast = len(args) > 10, args[1] if len(args) > 10 else None
+        inputs = args[2:] if backward else args
+        first, ends = inputs[5:7] if len(inputs) == 9 else (given.get("initial_state"), given.get("cu_seqlens"))
+        if backward and inputs[3] is None:
+            return "its backward is checked with a gate"
+        if inputs[0].shape[2] != inputs[2].shape[2] or not (dlast is first is ends is None):
+            return "it is checked for heads of their own and whole sequences without states"
         return sizes(*args, **given)
 
     return why
