@@ -106,7 +106,10 @@ SPILLS: dict[tuple[str, str, str, str], tuple[int, str]] = {
     ("rwkv6", "triton", "gradient_chains", "sm_90"): (960, "as gated_linear_attention's: 901 us"),
     **{("rwkv6", "triton", "own_pairs", arch): (8, "one register; tiles untimed there") for arch in ("sm_86", "sm_89")},
     ("gated_delta_rule", "triton", "chain_states", "sm_90"): (460, "forward with a gate per channel at 128: 340 us"),
-    ("gated_delta_rule", "triton", "pairs_by_token", "sm_90"): (320, "bound to 168 registers: 187 us; float16 the most"),
+    ("gated_delta_rule", "triton", "pairs_by_token", "sm_90"): (
+        320,
+        "bound to 168 registers: 187 us; float16 the most",
+    ),
     ("gated_delta_rule", "triton", "chain_gradients", "sm_90"): (152, "with a gate per head at 128 columns; untimed"),
     ("gated_delta_rule", "triton", "chunk_gradients", "sm_90"): (
         1220,

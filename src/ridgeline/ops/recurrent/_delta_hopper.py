@@ -32,8 +32,8 @@ def mapped(t: torch.Tensor) -> bool:
 
 
 def serves(call: Any, segments: int = 1) -> bool:
-    """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding. With a gate
-    per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
+    """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding. With a
+    gate per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
     if tracing() or call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16):
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:
