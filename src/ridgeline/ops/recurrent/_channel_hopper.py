@@ -115,14 +115,14 @@ def backward(
     left = torch.empty_like(strong)
     marked = torch.empty((parts, *strong.shape), dtype=torch.int32, device=left.device)
     rows, flat = (call.q, call.k, call.v, call.g, do, dq, dk, dv, dg), states.view(-1, V)
-    maps = GradientMaps(*(_rows(t, HALF, call) for t in rows), TensorMap(flat, (HALF, HALF), 128))
+    maps = GradientMaps._make((*(_rows(t, HALF, call) for t in rows), TensorMap(flat, (HALF, HALF), 128)))
     group = call.v.shape[2] // call.k.shape[2]
     sizes = Backward(
         marked, strong, states, call.first, None, None, None, call.ends, call.q.shape[1], call.v.shape[2], group,
         plan.grid[0],
     )  # fmt: skip
     facts: dict[str, Any] = {"PARTS": parts, "num_warps": 4}
-    more = {"STAGES": 4 if parts == 2 else 3, "maxnreg": 168 if parts == 2 else 128}
+    more: dict[str, Any] = {"STAGES": 4 if parts == 2 else 3, "maxnreg": 168 if parts == 2 else 128}
     whole = maps._replace(v=_rows(call.v, V, call))
     launch(mark_states, (left.numel(),), sizes, whole, **facts, **more)
     sizes = sizes._replace(left=left, strong=marked, first=dlast, last=dfirst, bonus=call.u, of_bonus=of_bonus)
