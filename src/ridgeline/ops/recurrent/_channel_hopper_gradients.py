@@ -364,6 +364,50 @@ def _turn(tile, state, whole):
 
 
 @gluon.jit
+def _publish():
+    """Products and copies see what all of the warps have stored."""
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _add_product(a, b, found):
+    found = warpgroup_mma(a, b, found, is_async=True)
+    return warpgroup_mma_wait(0, deps=(found,))
+
+
+@gluon.jit
+def _of_reads(tq, tk, strict, weights, found, dg):
+    """The state times do, `found`: adds q's part of it to the gates' sums, and the chunk's own keys to it."""
+    LAYOUT: gl.constexpr = found.type.layout
+    x = gl.convert_layout((tq.load(LAYOUT).to(gl.float32) * found).to(tq.dtype), operand_layout(LAYOUT))
+    dg = _add_product(x, strict.permute((1, 0)), dg)
+    return _add_product(tk, weights.permute((1, 0)), found), dg
+
+
+@gluon.jit
+def _of_writes(tq, tk, strict, weights, seen, found, dg, SHIFT: gl.constexpr):
+    """The same for the state's gradient times v, with k, and the chunk's own queries."""
+    LAYOUT: gl.constexpr = found.type.layout
+    x = (tk.load(LAYOUT).to(gl.float32) * found).to(tk.dtype)
+    dg = warpgroup_mma(gl.convert_layout(x, operand_layout(LAYOUT)), strict, dg, is_async=True)
+    barrier()
+    mbarrier.arrive(seen.index(0), count=1)
+    dg = warpgroup_mma_wait(0, deps=(dg,))
+    if not SHIFT:
+        dg -= x.to(gl.float32)  # its own pairs do not cross a gate
+    return _add_product(tq, weights, found), dg
+
+
+@gluon.jit
+def _store_rows(to, found, tg, tile, FACTOR: gl.constexpr, scale, SHIFT: gl.constexpr):
+    if SHIFT:
+        to.store(found.to(to.dtype))
+    else:
+        _store_decayed(to, found, tg, tile, FACTOR, scale)
+
+
+@gluon.jit
 def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr):
     """A warpgroup's channels: dq, dk and dg, and the state's gradient."""
     STAGES: gl.constexpr = rings.ready.type.shape[0]
@@ -397,8 +441,7 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
             of_q, of_k = tq.load(NARROW), tk.load(NARROW)
             rings.own.index(0).store(scale * gl.sum(of_q.to(gl.float32) * of_k.to(gl.float32) * u, 0))
         _decay_rows(tq, tk, tg, rings, scale, narrow, SHIFT)
-        fence_async_shared()
-        barrier()
+        _publish()
         mbarrier.arrive(rings.given.index(0), count=1)
         mbarrier.wait(rings.weighed.index(0), step & 1)
         dg = _pairs_of_gates(tq, tk, rings, narrow, SHIFT)
@@ -409,53 +452,31 @@ def _gradients(ME: gl.constexpr, maps, chains, rings, scale, PARTS: gl.constexpr
             other, more = _turn(flat(rings.state.index(PARTS * ME + 1)), other, whole)
             held += more
         dg += gl.convert_layout(held, gl.SliceLayout(1, NARROW))[:, None]  # now: later it would hold the state's tile
-        fence_async_shared()
-        barrier()
+        _publish()
         mbarrier.arrive(rings.turned.index(0), count=1)
-        x = gl.convert_layout((tq.load(NARROW).to(gl.float32) * found).to(kind), operand_layout(NARROW))
-        dg = warpgroup_mma(x, strict.permute((1, 0)), dg, is_async=True)
-        dg = warpgroup_mma_wait(0, deps=(dg,))
-        found = warpgroup_mma(tk, tw.permute((1, 0)), found, is_async=True)
-        found = warpgroup_mma_wait(0, deps=(found,))
+        found, dg = _of_reads(tq, tk, strict, tw, found, dg)
         if SHIFT:
             found *= scale * power(_halvings(tg, strict, narrow))
             both = rings.own.index(1).load(gl.SliceLayout(0, NARROW))[None, :]
             found += both * u * of_k.to(gl.float32)
             of_bonus += gl.sum(both * of_q.to(gl.float32) * of_k.to(gl.float32), 1)
-            flat(tdq).permute((1, 0)).store(found.to(kind))
-        else:
-            _store_decayed(flat(tdq).permute((1, 0)), found, tg, rings.lower, LOG2E, scale)
-        fence_async_shared()
-        barrier()
+        _store_rows(flat(tdq).permute((1, 0)), found, tg, rings.lower, LOG2E, scale, SHIFT)
+        _publish()
         store(maps.dq, at, tdq)
         found = _turned(rings, stage, 1, ME, PARTS, narrow)
-        x = (tk.load(NARROW).to(gl.float32) * found).to(kind)
-        dg = warpgroup_mma(gl.convert_layout(x, operand_layout(NARROW)), strict, dg, is_async=True)
-        barrier()
-        mbarrier.arrive(rings.seen.index(0), count=1)
-        dg = warpgroup_mma_wait(0, deps=(dg,))
-        if not SHIFT:
-            dg -= x.to(gl.float32)  # its own pairs do not cross a gate
-        found = warpgroup_mma(tq, tw, found, is_async=True)
-        found = warpgroup_mma_wait(0, deps=(found,))
+        found, dg = _of_writes(tq, tk, strict, tw, rings.seen, found, dg, SHIFT)
         if SHIFT:
             found *= power(-_halvings(tg, rings.upto, narrow))
             found += both * u * of_q.to(gl.float32)
-        pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage)), state, is_async=True)
-        state = warpgroup_mma_wait(0, deps=(pending,))
+        state = _add_product(tq, flat(rings.do.index(PARTS * stage)), state)
         if PARTS == 2:
-            pending = warpgroup_mma(tq, flat(rings.do.index(PARTS * stage + 1)), other, is_async=True)
-            other = warpgroup_mma_wait(0, deps=(pending,))
+            other = _add_product(tq, flat(rings.do.index(PARTS * stage + 1)), other)
         barrier()
         mbarrier.arrive(rings.used.index(0), count=1)
         mbarrier.wait(rings.done.index(0), step & 1)
-        if SHIFT:
-            tk.store(found.to(kind))
-        else:
-            _store_decayed(tk, found, tg, rings.lower, -LOG2E, 1.0)
+        _store_rows(tk, found, tg, rings.lower, -LOG2E, 1.0, SHIFT)
         tg.store(dg.to(kind))
-        fence_async_shared()
-        barrier()
+        _publish()
         store(maps.dk, at, rings.k.index(part))
         store(maps.dg, at, rings.g.index(part))
     if spot.count >= 0:
