@@ -224,6 +224,27 @@ def test_calls_that_they_serve() -> None:
     assert not started("b200") & ours
 
 
+@pytest.mark.kernels
+def test_backward_is_served_where_a_gpu_has_checked_it() -> None:
+    """Without u, states and packing, in whole chunks; other calls go to the kernels before."""
+
+    def names(T: int = 4096, **given: Any) -> set[str]:
+        q, k, v, g, do, *made = (torch.empty((8, T, 16, 128), dtype=torch.bfloat16, device="meta") for _ in range(9))
+        first, dlast = given.get("first"), given.get("dlast")
+        u = torch.empty((16, 128), dtype=torch.bfloat16, device="meta") if given.get("u") else None
+        inputs = q, k, v, g, u, first, given.get("ends"), 1.0, "ieee"
+        grads = *made, None if u is None else torch.empty_like(u), None if first is None else torch.empty_like(first)
+        seen: list[boundary.Launch] = []
+        with devices.pretend("h200"), boundary.observe(seen.append):
+            _calls.KERNEL["bwd"](*grads, do, dlast, *inputs)
+        return {launch.kernel.__name__ for launch in seen} & {"mark_states", "gradient_chains"}
+
+    state = torch.empty((8, 16, 128, 128), device="meta")
+    assert names() == {"mark_states", "gradient_chains"}
+    for other in ({"T": 4095}, {"first": state}, {"dlast": state}, {"u": True}):
+        assert not names(**other), other
+
+
 def test_constants() -> None:
     assert (_channel_hopper.SPAN, _channel_hopper.ROWS) == (kernels.SPAN.value, kernels.C.value)
     assert _channel_hopper.HALF == kernels.HALF.value

@@ -17,16 +17,11 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._channel_hopper_chains import ChainMaps, Chains, forward_chains
 from ridgeline.ops.recurrent._channel_hopper_gradients import Backward, GradientMaps, gradient_chains, mark_states
 from ridgeline.ops.recurrent._scan import find_head, find_span, tile_at
+from ridgeline.tiles.row_maps import mapped, rows_map
 
 Maybe = torch.Tensor | None
 ROWS, HALF = 64, 64
 SPAN = 60.0  # as in the kernels; a test holds them equal
-
-
-def mapped(t: torch.Tensor) -> bool:
-    """Whether TMA takes the tensor's rows."""
-    steps = [s for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1]
-    return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in steps])
 
 
 def serves(call: Any) -> bool:
@@ -59,8 +54,7 @@ def find_strong(strong, gate, packing, C: tl.constexpr, K: tl.constexpr, LEAST: 
 
 
 def _rows(t: torch.Tensor, width: int, call: Any) -> TensorMap:
-    packed = call.ends is not None
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), 128, packed)
+    return rows_map(t, ROWS, width, call.ends is not None)
 
 
 def look(plan: Any) -> torch.Tensor:

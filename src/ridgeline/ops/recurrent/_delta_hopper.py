@@ -17,18 +17,13 @@ from ridgeline.ops.recurrent._delta import PairMaps
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._delta_hopper_channels import ChannelMaps, ChannelNumbers, channel_gradients
 from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
+from ridgeline.tiles.row_maps import mapped, rows_map
 
 Maybe = torch.Tensor | None
 OUTPUTS, STATES, REVERSE = range(3)  # what `walk` makes
 # chunks that a chain's tiles are brought ahead, as shared memory allows, with a gate per token and per channel
 STAGES = (3, 4, 2), (2, 3, 2)
 ROWS, WIDTH = 64, 128
-
-
-def mapped(t: torch.Tensor) -> bool:
-    """Whether TMA takes the tensor's rows."""
-    steps = [s for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1]
-    return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in steps])
 
 
 def serves(call: Any, segments: int = 1) -> bool:
@@ -44,8 +39,7 @@ def serves(call: Any, segments: int = 1) -> bool:
 
 
 def _rows(t: torch.Tensor, width: int, call: Any, swizzle: int = 128) -> TensorMap:
-    packed = call.ends is not None
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), swizzle, packed)
+    return rows_map(t, ROWS, width, call.ends is not None, swizzle)
 
 
 def pair_maps(call: Any, matrices: Any) -> PairMaps:

@@ -13,6 +13,7 @@ from ridgeline.ops.recurrent import _calls, _chunks
 from ridgeline.ops.recurrent._head_hopper_chains import Scan, ScanMaps, walk_heads
 from ridgeline.ops.recurrent._head_hopper_gates import Parts, join_gates
 from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_keys
+from ridgeline.tiles.row_maps import mapped, rows_map
 
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
@@ -20,15 +21,8 @@ ROWS, WIDTH, EVERY = 64, 128, 2
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
 
-def _aligned(t: torch.Tensor) -> bool:
-    """Whether the copy engine takes the tensor's rows."""
-    steps = [s * t.element_size() for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1]
-    return not t.data_ptr() % 16 and not any([s <= 0 or s % 16 for s in steps])
-
-
 def _rows(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
-    packed = call.ends is not None
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), ROWS, width), 128, packed)
+    return rows_map(t, ROWS, width, call.ends is not None)
 
 
 def room_of(call: _chunks.Call) -> int:
@@ -70,7 +64,7 @@ def bwd(
 ) -> None:  # fmt: skip
     """A pass for dq, one in reverse for dk and dv, and one that joins the parts of dg."""
     call = _chunks.Call(*inputs)
-    do = do if _aligned(do) else do.contiguous()
+    do = do if mapped(do) else do.contiguous()
     (B, _, HV, _), room = call.v.shape, room_of(call)
     places = B * HV * room
     queries = keys = own = meets = marks = None
@@ -108,7 +102,7 @@ def refusal(*args: Any, **given: Any) -> str | None:
     reason = _calls.refusal(*args, **given)
     if reason is None and any([t.shape[-1] != WIDTH for t in (q, k, v)]):
         reason = f"q, k and v have {WIDTH} columns, got {[t.shape[-1] for t in (q, k, v)]}"
-    if reason is None and not all([_aligned(t) for t in (q, k, v)]):
+    if reason is None and not all([mapped(t) for t in (q, k, v)]):
         reason = "rows of q, k and v begin at multiples of 16 bytes"
     if reason is None and not v.numel():
         reason = "there are no tokens"

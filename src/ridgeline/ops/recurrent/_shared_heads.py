@@ -16,24 +16,19 @@ from ridgeline.ops.recurrent._shared_heads_plan import (
     STAGES,
     K,
     V,
+    block_map,
     join,
     numbers_map,
     prepare,
-    rows_map,
     states_map,
 )
+from ridgeline.tiles.row_maps import mapped
 
 Maybe = torch.Tensor | None
 IDEA = "a program goes through heads that share B and C: their products once, dB and dC added up in registers"
 KERNEL: dict[str, Any] = {"kind": "gluon", "dtypes": ("bfloat16",), "arch": 90, "newest": 90}
 FEWEST = 8  # heads that share one, for what they share to weigh
 FACTS: dict[str, Any] = {"num_warps": 4, "maxnreg": 168}
-
-
-def mapped(t: torch.Tensor) -> bool:
-    """Whether TMA takes the tensor's rows."""
-    steps = [s for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1]
-    return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in steps])
 
 
 def refusal(*args: Any, **given: Any) -> str | None:
@@ -63,7 +58,7 @@ def forward(o: torch.Tensor, last: torch.Tensor, call: Any) -> None:
         return
     shared = prepare(call)
     marks = unshared.walk(shared.plan, call.k, call.v, call.first, last, call.v.dtype, False)
-    q, k, v, out = *(rows_map(t, K, call) for t in (call.q, call.k)), *(rows_map(t, V, call) for t in (call.v, o))
+    q, k, v, out = *(block_map(t, K, call) for t in (call.q, call.k)), *(block_map(t, V, call) for t in (call.v, o))
     maps = HeadMaps(q, k, v, None, states_map(marks, shared), None, numbers_map(shared), out)
     launch(shared_outputs, shared.grid, shared.job, maps, call.scale, STAGES=STAGES + 1, **FACTS)
 
@@ -87,8 +82,8 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: A
     of_q, of_k = (dq, dk) if shared.job.parts == 1 else (own, torch.empty_like(own))
     rows = torch.empty((8, B * HV, room.chunks, ROWS), **fresh)
     grads = RowGrads(own, of_q, of_k, rows, rows.stride(0))
-    q, k = (rows_map(t, K, call) for t in (call.q, call.k))
-    v, d, out = (rows_map(t, V, call) for t in (call.v, do, dv))
+    q, k = (block_map(t, K, call) for t in (call.q, call.k))
+    v, d, out = (block_map(t, V, call) for t in (call.v, do, dv))
     maps = HeadMaps(q, k, v, d, None, states_map(after, shared), numbers_map(shared), out)
     launch(shared_keys, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
     maps = HeadMaps(q, None, None, d, states_map(before, shared), states_map(after, shared), numbers_map(shared), None)

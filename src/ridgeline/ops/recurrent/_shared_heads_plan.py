@@ -13,6 +13,7 @@ from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _chunks, _head_chunks
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob
 from ridgeline.ops.recurrent._shared_heads_numbers import ChunkRoom, TokenGrads, join_rows, write_numbers
+from ridgeline.tiles.row_maps import rows_map
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
@@ -49,9 +50,8 @@ def prepare(call: _chunks.Call) -> Shared:
     return Shared(call, plan, room, numbers, job, (chunks, B * H * parts))
 
 
-def rows_map(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
-    packed = call.ends is not None
-    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), HALF, width), 128, packed)
+def block_map(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
+    return rows_map(t, HALF, width, call.ends is not None)
 
 
 def states_map(marks: torch.Tensor, shared: Shared) -> TensorMap:
