@@ -16,8 +16,8 @@ from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._channel_hopper_chains import ChainMaps, Chains, forward_chains
 from ridgeline.ops.recurrent._channel_hopper_gradients import Backward, GradientMaps, gradient_chains, mark_states
+from ridgeline.ops.recurrent._chunks import mapped, rows_map
 from ridgeline.ops.recurrent._scan import find_head, find_span, tile_at
-from ridgeline.tiles.row_maps import mapped, rows_map
 
 Maybe = torch.Tensor | None
 ROWS, HALF = 64, 64

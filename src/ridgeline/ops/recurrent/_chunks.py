@@ -9,6 +9,7 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
+from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _step
 from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, Steps, chain_segments, scan_chunks
 
@@ -174,3 +175,14 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: C
         torch.sum(parts, -1, out=dstep)
     if dg is not None and sums is not None and call.gate == 1:
         torch.sum(sums, -1, out=dg)
+
+
+def mapped(t: torch.Tensor) -> bool:
+    """Whether TMA takes the tensor's rows: they begin at multiples of 16 bytes, and none is repeated."""
+    steps = [s for s, n in zip(t.stride()[:3], t.shape, strict=False) if n > 1]
+    return t.data_ptr() % 16 == 0 and all([s > 0 and s * t.element_size() % 16 == 0 for s in steps])
+
+
+def rows_map(t: torch.Tensor, rows: int, width: int, packed: bool, swizzle: int = 128) -> TensorMap:
+    """A map whose boxes are `rows` tokens of a head and `width` columns. packed: boxes end with their sequence."""
+    return TensorMap(t.transpose(1, 2), (*[1] * (2 + packed), rows, width), swizzle, packed)

@@ -13,11 +13,11 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
+from ridgeline.ops.recurrent._chunks import mapped, rows_map
 from ridgeline.ops.recurrent._delta import PairMaps
 from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
 from ridgeline.ops.recurrent._delta_hopper_channels import ChannelMaps, ChannelNumbers, channel_gradients
 from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
-from ridgeline.tiles.row_maps import mapped, rows_map
 
 Maybe = torch.Tensor | None
 OUTPUTS, STATES, REVERSE = range(3)  # what `walk` makes

@@ -10,10 +10,10 @@ import torch
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _calls, _chunks
+from ridgeline.ops.recurrent._chunks import mapped, rows_map
 from ridgeline.ops.recurrent._head_hopper_chains import Scan, ScanMaps, walk_heads
 from ridgeline.ops.recurrent._head_hopper_gates import Parts, join_gates
 from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_keys
-from ridgeline.tiles.row_maps import mapped, rows_map
 
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows

@@ -18,11 +18,11 @@ from ridgeline.ops.recurrent._shared_heads_plan import (
     V,
     block_map,
     join,
+    mapped,
     numbers_map,
     prepare,
     states_map,
 )
-from ridgeline.tiles.row_maps import mapped
 
 Maybe = torch.Tensor | None
 IDEA = "a program goes through heads that share B and C: their products once, dB and dC added up in registers"

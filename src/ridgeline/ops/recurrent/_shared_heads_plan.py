@@ -11,9 +11,10 @@ from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent import _chunks, _head_chunks
+from ridgeline.ops.recurrent._chunks import mapped as mapped  # for who starts these kernels
+from ridgeline.ops.recurrent._chunks import rows_map
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob
 from ridgeline.ops.recurrent._shared_heads_numbers import ChunkRoom, TokenGrads, join_rows, write_numbers
-from ridgeline.tiles.row_maps import rows_map
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
