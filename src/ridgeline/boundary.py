@@ -46,6 +46,10 @@ from ridgeline.replay import Plans, Start, inner, recorder
 
 LIBRARY = torch.library.Library("ridgeline", "DEF")
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+if INTERPRETED:
+    from ridgeline import interpreting
+
+    interpreting.quicken()
 
 
 class _Trace(threading.local):
