@@ -13,8 +13,9 @@ import torch
 import ridgeline
 from ridgeline import boundary, tuning
 from ridgeline import device as devices
+from ridgeline.boundary import INTERPRETED
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _calls, _channel_hopper
+from ridgeline.ops.recurrent import _calls, _channel_hopper, _chunks
 from ridgeline.ops.recurrent import _channel_hopper_chains as kernels
 from ridgeline.ops.recurrent import _channel_hopper_gradients as gradients
 from ridgeline.ops.recurrent._calls import Given, recurrence
@@ -243,6 +244,34 @@ def test_backward_is_served_where_a_gpu_has_checked_it() -> None:
     assert names() == {"mark_states", "gradient_chains"}
     for other in ({"T": 4095}, {"first": state}, {"dlast": state}, {"u": True}):
         assert not names(**other), other
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU chains are left by their gates")
+def test_other_kernels_keep_off_finished_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where few heads would have their sequences cut into segments."""
+    q, k, v, do, gate = (torch.randn(2, 40, 2, 16).half() for _ in range(5))
+    g, first = torch.nn.functional.logsigmoid(gate + 2), torch.randn(2, 2, 16, 16)
+    inputs, left = (q, k, v, g, None, first, None, 1.0, "ieee"), torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+
+    def results() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rows, states = [torch.full_like(q, 7.0) for _ in range(5)], [torch.full_like(first, 7.0) for _ in range(2)]
+        _calls.KERNEL["fwd"](rows[0], states[0], *inputs)
+        _calls.KERNEL["bwd"](*rows[1:], None, states[1], do, None, *inputs)
+        return rows, states
+
+    expected = results()
+    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    for name, serves in (("forward", "serves"), ("backward", "serves_backward")):
+        monkeypatch.setattr(_channel_hopper, serves, lambda *_: True)
+        monkeypatch.setattr(_channel_hopper, name, lambda *_: left)
+    rows, states = results()
+    for found, alone in zip(rows, expected[0], strict=True):
+        assert (found.transpose(1, 2)[left == 0] == 7).all()
+        assert torch.equal(found.transpose(1, 2)[left == 1], alone.transpose(1, 2)[left == 1])
+    for found, alone in zip(states, expected[1], strict=True):
+        assert (found[left == 0] == 7).all()
+        assert torch.equal(found[left == 1], alone[left == 1])
 
 
 def test_constants() -> None:

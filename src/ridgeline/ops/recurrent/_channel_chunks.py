@@ -169,6 +169,8 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
     BN, C, warps, stages = channel_tiles(gpu, D, width)
     slices = -(-width // BN)
     count, length = _chunks.segments(gpu, heads * slices, call.q.shape[1], C)
+    if made.left is not None:  # there are chains enough, and `chain_segments` would write the others' last states, too
+        count, length = 1, call.q.shape[1]
     form = Form(
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, 2, one.inside, one.reverse,
         call.u is not None, False, call.precision, False, False,
