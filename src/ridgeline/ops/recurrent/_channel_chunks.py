@@ -92,7 +92,7 @@ def pair_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
 def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
     """The tiles of `own_gradients`."""
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
-    facts = {"num_warps": 4, **(ASSEMBLER if gpu.capability == 90 else {})}
+    facts = {"num_warps": 4} | assembler(gpu)
     return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), facts, 1)
 
 
