@@ -13,8 +13,9 @@ import torch
 import ridgeline
 from ridgeline import boundary, tuning
 from ridgeline import device as devices
+from ridgeline.boundary import INTERPRETED
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _calls, _channel_hopper
+from ridgeline.ops.recurrent import _calls, _channel_hopper, _chunks
 from ridgeline.ops.recurrent import _channel_hopper_chains as kernels
 from ridgeline.ops.recurrent import _channel_hopper_gradients as gradients
 from ridgeline.ops.recurrent._calls import Given, recurrence
@@ -245,42 +246,76 @@ def test_backward_is_served_where_a_gpu_has_checked_it() -> None:
         assert not names(**other), other
 
 
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU chains are left by their gates")
+def test_other_kernels_keep_off_finished_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where few heads would have their sequences cut into segments."""
+    q, k, v, do, gate = (torch.randn(2, 40, 2, 16).half() for _ in range(5))
+    g, first = torch.nn.functional.logsigmoid(gate + 2), torch.randn(2, 2, 16, 16)
+    inputs, left = (q, k, v, g, None, first, None, 1.0, "ieee"), torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+
+    def results() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        rows, states = [torch.full_like(q, 7.0) for _ in range(5)], [torch.full_like(first, 7.0) for _ in range(2)]
+        _calls.KERNEL["fwd"](rows[0], states[0], *inputs)
+        _calls.KERNEL["bwd"](*rows[1:], None, states[1], do, None, *inputs)
+        return rows, states
+
+    expected = results()
+    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    for name, serves in (("forward", "serves"), ("backward", "serves_backward")):
+        monkeypatch.setattr(_channel_hopper, serves, lambda *_: True)
+        monkeypatch.setattr(_channel_hopper, name, lambda *_: left)
+    rows, states = results()
+    for found, alone in zip(rows, expected[0], strict=True):
+        assert (found.transpose(1, 2)[left == 0] == 7).all()
+        assert torch.equal(found.transpose(1, 2)[left == 1], alone.transpose(1, 2)[left == 1])
+    for found, alone in zip(states, expected[1], strict=True):
+        assert (found[left == 0] == 7).all()
+        assert torch.equal(found[left == 1], alone[left == 1])
+
+
 def test_constants() -> None:
     assert (_channel_hopper.SPAN, _channel_hopper.ROWS) == (kernels.SPAN.value, kernels.C.value)
     assert _channel_hopper.HALF == kernels.HALF.value
 
 
+STRONG = {"strong gates": ((2, 200, 2, 2, 128), {"states": True}), "strong, whole chunks": ((2, 192, 2, 2, 128), {})}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES, "strong gates"])
+@pytest.mark.parametrize("case", [*CASES, *STRONG])
 @pytest.mark.parametrize("name", ["gated_linear_attention", "rwkv6"])
 def test_results_and_bits(case: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits."""
-    (B, T, _, H, _), given = CASES.get(case, ((2, 200, 1, 2, 128), {"states": True}))
+    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits. Without states o alone
+    has a gradient, so that `gradient_chains` serves whole chunks."""
+    (B, T, H, HV, _), given = (CASES | STRONG)[case]
     D = 64 if name == "rwkv6" else 128
     dice = torch.Generator().manual_seed(0)
-    args = inputs(B, T, H, H, D, dice)
-    if case == "strong gates":
-        args[3][0, 70, 1, 3], args[3][1, 199, 0], args[3][1, 3:9, 1] = -60.0, -80.0, -5.0
+    args = inputs(B, T, H, HV, D, dice)
+    if case in STRONG:
+        args[3][0, 70, 1, 3], args[3][1, T - 1, 0], args[3][1, 3:9, 1] = -60.0, -80.0, -5.0
     if name == "rwkv6":
         args.append(torch.randn(H, D, generator=dice))
     ends = given.get("ends")
     N = B if ends is None else len(ends) - 1
     if given.get("states"):
-        args.append(torch.randn(N, H, D, D, generator=dice))
+        args.append(torch.randn(N, HV, D, D, generator=dice))
     packed = {} if ends is None else {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
-    incoming, change = torch.randn(args[2].shape, generator=dice), torch.randn(N, H, D, D, generator=dice)
+    incoming, change = torch.randn(args[2].shape, generator=dice), torch.randn(N, HV, D, D, generator=dice)
     monkeypatch.setattr(_channel_hopper, "enough", lambda *_: True)
-    monkeypatch.setattr(tuning, "version", -60 - list(CASES).index(case) if case in CASES else -70)
+    monkeypatch.setattr(tuning, "version", -60 - [*CASES, *STRONG].index(case))
 
     def run(impl: str, kind: torch.dtype) -> list[torch.Tensor]:
         wide = torch.promote_types(kind, torch.float32)
-        leaves = [a.to(device, wide if a.dim() == 4 and a.shape[1:] == (H, D, D) else torch.bfloat16) for a in args]
+        leaves = [a.to(device, wide if a.shape[1:] == (HV, D, D) else torch.bfloat16) for a in args]
         leaves = [a.to(wide if a.dtype == wide else kind).requires_grad_() for a in leaves]
         more: dict[str, Any] = {"initial_state": leaves[-1]} if given.get("states") else {}
         rows = leaves[:-1] if more else leaves
         found = getattr(ridgeline, name)(*rows, impl=impl, return_state=True, **more, **packed)
         back = [incoming.to(device, torch.bfloat16).to(kind), change.to(device, found[1].dtype)]
-        return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, back)]
+        outputs = 2 if more else 1
+        grads = torch.autograd.grad(found[:outputs], leaves, back[:outputs])
+        return [*(t.detach() for t in found), *grads]
 
     found = run("triton", torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(found, run("triton", torch.bfloat16), strict=True))

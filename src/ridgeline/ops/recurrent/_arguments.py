@@ -1,4 +1,4 @@
-"""What the arguments of the recurrent ops must be."""
+"""What the arguments of the recurrent ops must be, and gates for their cases."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
-from ridgeline.op import RidgelineError, dense_only, readable
+from ridgeline.op import RidgelineError, Spec, dense_only, readable
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float64
 MOST = 256  # columns of q, k and v
 LOGS = "g", "w"  # the logarithms of decays
-Shape = tuple[int | str, ...]
+
+
+class Decay(Spec):
+    """Random logarithms of decays, from about -1 to 0."""
+
+    def make(self, *args: Any) -> torch.Tensor:
+        made = super().make(*args)
+        return torch.nn.functional.logsigmoid(made.detach() + 2).requires_grad_(made.requires_grad)
 
 
 def check(

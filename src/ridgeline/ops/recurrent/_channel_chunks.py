@@ -92,7 +92,7 @@ def pair_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
 def gradient_tiles(gpu: device.Device, K: int, V: int) -> Tiles:
     """The tiles of `own_gradients`."""
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
-    facts = {"num_warps": 4, **(ASSEMBLER if gpu.capability == 90 else {})}
+    facts = {"num_warps": 4} | assembler(gpu)
     return Tiles(min(BK, 16 if gpu.backend == "cpu" else 32), min(BV, 64), facts, 1)
 
 
@@ -169,6 +169,8 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
     BN, C, warps, stages = channel_tiles(gpu, D, width)
     slices = -(-width // BN)
     count, length = _chunks.segments(gpu, heads * slices, call.q.shape[1], C)
+    if made.left is not None:  # there are chains enough, and `chain_segments` would write the others' last states, too
+        count, length = 1, call.q.shape[1]
     form = Form(
         D, width, max(16, triton.next_power_of_2(D)), BN, C, C.bit_length() - 1, 2, one.inside, one.reverse,
         call.u is not None, False, call.precision, False, False,

@@ -77,9 +77,7 @@ def forward(plan: Any, o: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         _rows(o, HALF, call),
     )  # fmt: skip
     group = call.v.shape[2] // call.k.shape[2]
-    sizes = Chains(
-        left, strong, call.first, last, call.u, call.ends, call.q.shape[1], call.v.shape[2], group
-    )  # fmt: skip
+    sizes = Chains(left, strong, call.first, last, call.u, call.ends, call.q.shape[1], call.v.shape[2], group)
     parts = V // HALF
     facts: dict[str, Any] = {"PARTS": parts, "STAGES": 3 if parts == 2 else 2, "maxnreg": 128 if parts == 2 else 80}
     launch(forward_chains, (left.numel(),), sizes, maps, call.scale, **facts, num_warps=4)
@@ -88,7 +86,7 @@ def forward(plan: Any, o: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 def serves_backward(call: Any, do: torch.Tensor, *grads: Maybe) -> bool:
     """Whether the kernels serve a call's backward pass with these gradients of rows. A GPU has checked them without
-    RWKV-6's u, in whole chunks of sequences without states."""
+    RWKV-6's u, for which 128 channels leave no room, in whole chunks of sequences without states."""
     rows = do, *grads
     checked = call.u is call.first is call.ends is None and call.q.shape[1] % ROWS == 0
     return checked and serves(call) and all([t is not None and t.dtype == torch.bfloat16 and mapped(t) for t in rows])

@@ -110,26 +110,24 @@ def _first_state(chains, ME: gl.constexpr, PART: gl.constexpr, WIDTH: gl.constex
 
 
 @gluon.jit
-def _mask(kind: gl.constexpr, WHICH: gl.constexpr, SHIFT: gl.constexpr):
+def _mask(kind: gl.constexpr, WHICH: gl.constexpr):
     """A tile of zeros, ones and signs by which products sum over a chunk's rows x what counts for a gate y. 0: earlier
-    rows and its own; 1: earlier ones; 2 and 3: the signs of pairs that end, or begin, at x."""
+    rows and its own; 1: earlier ones; 2 and 3: RWKV-6's signs of pairs that end, or begin, at x; 4: later rows and its
+    own."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = gl.arange(0, C, gl.SliceLayout(1, LAYOUT))[:, None]
     y = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]
     early = y < C // 2
     if WHICH == 0:
         made = gl.where(x <= y, 1.0, 0.0)
-    elif WHICH == 4:
-        made = gl.where(x >= y, 1.0, 0.0)
     elif WHICH == 1:
         made = gl.where(x < y, 1.0, 0.0)
     elif WHICH == 2:
-        if SHIFT:
-            made = gl.where(early, gl.where(y >= x, -1.0, 0.0), gl.where(y < x, 1.0, 0.0))
-        else:
-            made = gl.where(early, gl.where(y > x, -1.0, 0.0), gl.where(y <= x, 1.0, 0.0))
-    else:
+        made = gl.where(early, gl.where(y >= x, -1.0, 0.0), gl.where(y < x, 1.0, 0.0))
+    elif WHICH == 3:
         made = gl.where(early, gl.where(y > x, 1.0, 0.0), gl.where(y <= x, -1.0, 0.0))
+    else:
+        made = gl.where(x >= y, 1.0, 0.0)
     tile = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
     tile.store(made.to(kind))
     return tile
@@ -206,7 +204,7 @@ def mark_states(chains, maps, PARTS: gl.constexpr, STAGES: gl.constexpr):
     kind: gl.constexpr = maps.k.dtype
     k, v, g = ring(maps.k, PARTS * STAGES), ring(maps.v, STAGES), ring(maps.g, PARTS * STAGES)
     ready, free = make_barriers(STAGES, 1), make_barriers(STAGES, PARTS)
-    rings = MarkRings(k, v, g, _mask(kind, 0, False), ones_tile(kind), ready, free)
+    rings = MarkRings(k, v, g, _mask(kind, 0), ones_tile(kind), ready, free)
     fence_async_shared()
     if PARTS == 2:
         gl.warp_specialize(
@@ -604,12 +602,12 @@ def gradient_chains(chains, maps, scale, PARTS: gl.constexpr, STAGES: gl.constex
     v, do = ring(maps.v, PARTS * STAGES), ring(maps.do, PARTS * STAGES)
     dq, state = ring(maps.dq, PARTS), ring(maps.states, PARTS * PARTS)
     weights = gl.allocate_shared_memory(kind, [C, C], gl.NVMMASharedLayout(128, 16, 2))
-    lower = _mask(kind, 4, SHIFT)
+    lower = _mask(kind, 4)
     upto = lower.permute((1, 0))
     own, before, endings, begins = upto, upto, upto, upto
     if SHIFT:
         own = gl.allocate_shared_memory(gl.float32, [2, C], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        before, endings, begins = _mask(kind, 1, SHIFT), _mask(kind, 2, SHIFT), _mask(kind, 3, SHIFT)
+        before, endings, begins = _mask(kind, 1), _mask(kind, 2), _mask(kind, 3)
     rings = Rings(
         q, k, v, g, do, dq, state, weights, own, lower, upto, before, endings, begins, ones_tile(kind),
         make_barriers(STAGES, 1), make_barriers(1, 1), make_barriers(1, 1), make_barriers(1, PARTS),

@@ -14,7 +14,7 @@ import torch
 
 from ridgeline.op import Case, Op, Spec
 from ridgeline.ops.recurrent import _head_chunks, _head_hopper
-from ridgeline.ops.recurrent._arguments import check
+from ridgeline.ops.recurrent._arguments import Decay, check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
@@ -72,14 +72,6 @@ def _look(
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("gated_linear_attention", {"q": q, "k": k}, ("v", v), {"g": (g, ("BTH", "BTHK"))}, given)
     return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5, g)
-
-
-class Decay(Spec):
-    """Random logarithms of decays, from about -1 to 0."""
-
-    def make(self, *args: Any) -> torch.Tensor:
-        made = super().make(*args)
-        return torch.nn.functional.logsigmoid(made.detach() + 2).requires_grad_(made.requires_grad)
 
 
 _short = Spec(2, 7, 1, 8), Spec(2, 7, 1, 8), Spec(2, 7, 1, 12)

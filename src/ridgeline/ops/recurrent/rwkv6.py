@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent._arguments import check
+from ridgeline.ops.recurrent._arguments import Decay, check
 from ridgeline.ops.recurrent._calls import (
     IDEA,
     KERNEL,
@@ -70,14 +70,6 @@ def _look(
     given = Given(initial_state, return_state, cu_seqlens, inplace, scale)
     check("rwkv6", {"r": r, "k": k}, ("v", v), {"w": (w, ("BTHK",)), "u": (u, ("HK",))}, given)
     return found(OP, impl, given, r, k, v, 1.0, w, u)
-
-
-class Decay(Spec):
-    """Random logarithms of decays, from about -1 to 0."""
-
-    def make(self, *args: Any) -> torch.Tensor:
-        made = super().make(*args)
-        return torch.nn.functional.logsigmoid(made.detach() + 2).requires_grad_(made.requires_grad)
 
 
 _small, _grouped, _large = Spec(2, 7, 1, 8), Spec(2, 18, 2, 8), Spec(8, 4096, 32, 64)
