@@ -219,7 +219,7 @@ def test_results_and_bits(case: str, device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, run("gluon_chunks", torch.bfloat16), strict=True))
     exact = run("naive", torch.float64)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
-    assert all(e < 5e-3 for e in errors), errors  # emulated: 3.1e-3 for A's gradient, 2.5e-3 for all others
+    assert all(e < 5e-3 for e in errors), errors  # emulated: 3.1e-3 for A's gradient, 2.7e-3 for all others
 
 
 @pytest.mark.gpu
