@@ -231,6 +231,9 @@ def test_ssd_by_name_is_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(ridgeline.ssd(x, dt, A, B, C, impl="torch"), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(ridgeline.RidgelineError, match="packed"):
         ridgeline.ssd(x, dt, A, B, C, cu_seqlens=ends, impl="torch")
+    long = torch.empty(1, 4200, 64, 1), torch.empty(1, 4200, 64), torch.empty(64), *(torch.empty(1, 4200, 1, 1),) * 2
+    with pytest.raises(ridgeline.RidgelineError, match=f"got {64 * 4200**2}"):  # in all heads
+        ridgeline.ssd(*long, impl="torch")
 
 
 @pytest.mark.parametrize("kind", ["channel", "rwkv6"])

@@ -1,8 +1,12 @@
-"""Mamba-2's Gluon kernels for heads that share B and C: plain PyTorch in their place here, and on Hopper themselves."""
+"""Mamba-2's Gluon kernels for heads that share B and C, run as Python (warps.py) between Triton's, which are
+interpreted: finds deadlocks and places given back too early. On a GPU their results and bits."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import dataclasses
+import itertools
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,110 +16,102 @@ import ridgeline
 import ridgeline.boundary
 import ridgeline.device
 from ridgeline.boundary import INTERPRETED
-from ridgeline.ops.recurrent import _calls, _head_chunks, _shared_heads, _shared_heads_hopper, _shared_heads_plan
+from ridgeline.cuda import TensorMap
+from ridgeline.lab import Law
+from ridgeline.op import Spec, get
+from ridgeline.ops.recurrent import (
+    _calls,
+    _delta_hopper_gradients,
+    _head_chunks,
+    _shared_heads,
+    _shared_heads_plan,
+    ssd,
+)
+from ridgeline.ops.recurrent import _shared_heads_hopper as outputs
+from ridgeline.ops.recurrent import _shared_heads_keys as keys
 from ridgeline.ops.recurrent._chunks import Call
+from ridgeline.tiles import warpgroup
+from warps import Barrier, Pointer, Shared, Turns, define, language, registers
 
 pytestmark = pytest.mark.kernels
-ROWS, HALF = _shared_heads_plan.ROWS, _shared_heads_plan.HALF
 
 
-def chunks_of(job: Any, batch: int) -> Any:
-    """Where each chunk is kept among a head's, its place in the data, and its rows that are there."""
-    ends = [0, job.tokens] if job.ends is None else job.ends.tolist()
-    for n, (start, end) in enumerate(pairwise(ends)):
-        kept = 0 if job.ends is None else start // ROWS + n
-        for b in range(batch):
-            for m, first in enumerate(range(start, end, ROWS)):
-                yield b, n if job.ends is not None else b, kept + m, slice(first, min(first + ROWS, end))
+class Tile(Shared):
+    """Shared memory whose bytes other tiles name too."""
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Tile:
+        assert dtype == self.dtype
+        return type(self)(self.held.view(shape))
 
 
-def decays(numbers: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
-    """Of a chunk: of pairs, since its begin, until its end, and the steps."""
-    sums, edge, until, step = numbers.view(4, 2, HALF).double()
-    own = torch.where(torch.ones(HALF, HALF).tril().bool(), (sums[:, :, None] - sums[:, None, :]).exp2(), 0.0)
-    far = sums[1].exp2()[:, None] * edge[0][None, :]
-    pairs = torch.cat([torch.cat([own[0], 0 * own[0]], 1), torch.cat([far, own[1]], 1)])
-    since = torch.cat([sums[0].exp2(), edge[1]])
-    return pairs[:rows, :rows], since[:rows], until.flatten()[:rows], step.flatten()[:rows]
+def names_of(turns: Turns, program: tuple[int, int]) -> dict[str, Any]:
+    """The names that the kernels' sources use."""
+    names = language(turns)
+    define(names, warpgroup, _delta_hopper_gradients, outputs, keys)
+    names |= {n: x.value for n, x in vars(outputs).items() if n.isupper()} | {"FAR": TensorMap.FAR}
+
+    def read(p: Pointer, mask: Any = None, other: Any = 0.0) -> torch.Tensor:
+        at = torch.as_tensor(p.at)
+        return registers(p.t[at] if mask is None else torch.where(mask, p.t[torch.where(mask, at, 0)], other))
+
+    def put(p: Pointer, x: torch.Tensor, mask: Any = True) -> None:
+        at, x, mask = torch.broadcast_tensors(p.at, x, torch.as_tensor(mask))
+        p.t[at[mask]] = x[mask]
+
+    gl = names["gl"]
+    gl.load, gl.store = read, put
+    gl.where = lambda c, x, y: registers(torch.where(*map(torch.as_tensor, (c, x, y))))
+    gl.program_id = lambda axis: torch.tensor(program[axis])
+    gl.allocate_shared_memory = lambda dtype, shape, layout: Tile(torch.full(shape, torch.nan, dtype=dtype))
+    gl.warp_specialize = lambda works, *_: turns.run([lambda f=f, args=args: f(*args) for f, args in works])
+    names |= {
+        "make_barriers": lambda size, count: Shared([Barrier(count) for _ in range(size)]),
+        "barrier": lambda: turns.until(lambda: True),
+        "operand_layout": lambda parent: None,
+        "sums_layout": lambda columns: None,
+        "power": torch.exp2,
+    }
+    return names
 
 
-def plain_outputs(job: Any, maps: Any, scale: float) -> None:
-    for b, _, kept, rows in chunks_of(job, maps.v.tensor.shape[0]):
-        for h in range(job.heads):
-            q, k = (t.tensor[b, h // job.share, rows].double() for t in (maps.q, maps.k))
-            v, state = maps.v.tensor[b, h, rows].double(), maps.before.tensor[b, h, kept].double()
-            pairs, since, _, step = decays(maps.numbers.tensor[b, h, kept], len(q))
-            o = scale * ((q @ k.mT * pairs * step) @ v + since[:, None] * (q @ state))
-            maps.out.tensor[b, h, rows] = (o + (0 if job.skip is None else job.skip[h] * v)).float()
+def map_of(given: Any) -> Any:
+    if not isinstance(given, TensorMap):
+        return given
+    t, shape = given.tensor, list(given.box)
+    kind = SimpleNamespace(shape=shape, nbytes=torch.Size(shape).numel() * t.element_size())
+    return SimpleNamespace(
+        base=t, shape=t.shape, strides=t.stride(), dtype=t.dtype, layout=None, block_shape=shape, block_type=kind,
+        ragged=given.ragged,
+    )  # fmt: skip
 
 
-def plain_keys(grads: Any, job: Any, maps: Any, scale: float) -> None:
-    R = _shared_heads_hopper
-    own = job.heads // job.share * job.parts
-    grads.own.zero_(), grads.k.zero_()
-    rows_of = grads.rows.view(8, maps.v.tensor.shape[0], job.heads, job.chunks, ROWS)
-    for b, _, kept, rows in chunks_of(job, maps.v.tensor.shape[0]):
-        for h in range(job.heads):
-            q, k = (t.tensor[b, h // job.share, rows].double() for t in (maps.q, maps.k))
-            v, do = (t.tensor[b, h, rows].double() for t in (maps.v, maps.do))
-            after, n = maps.after.tensor[b, h, kept].double(), len(q)
-            pairs, _, until, step = decays(maps.numbers.tensor[b, h, kept], n)
-            scores, weights = scale * q @ k.mT * pairs, do @ v.mT * pairs * step
-            part = h // job.share * job.parts + h % job.share // job.span
-            assert part < own
-            grads.own[b, rows, part] += (scale * weights @ k).float()
-            grads.k[b, rows, part] += (scale * weights.mT @ q + (until * step)[:, None] * (v @ after.mT)).float()
-            far = until[:, None] * (k @ after)
-            dv = far + scores.mT @ do
-            both = scale * q @ k.mT * weights
-            made = rows_of[:, b, h, kept]
-            made.zero_()
-            made[R.KEY.value, :n] = step * (v * far).sum(1)
-            made[R.LATER.value, :n] = both.sum(0)
-            across = both.clone()
-            across[:, HALF:] = 0
-            across[:HALF] = 0
-            made[R.ACROSS.value, :n] = across.sum(1)
-            made[R.EARLIER.value, :n] = (both - across).sum(1)
-            made[R.OF_STEP.value, :n] = (v * dv).sum(1)
-            made[R.OF_SKIP.value, :n] = (v * do).sum(1)
-            dv = step[:, None] * dv + (0 if job.skip is None else job.skip[h] * do)
-            maps.out.tensor[b, h, rows] = dv.float()
-
-
-def plain_queries(grads: Any, job: Any, maps: Any, scale: float) -> None:
-    R = _shared_heads_hopper
-    rows_of = grads.rows.view(8, maps.do.tensor.shape[0], job.heads, job.chunks, ROWS)
-    for b, _, kept, rows in chunks_of(job, maps.do.tensor.shape[0]):
-        for h in range(job.heads):
-            q, do = maps.q.tensor[b, h // job.share, rows].double(), maps.do.tensor[b, h, rows].double()
-            before, after = (t.tensor[b, h, kept].double() for t in (maps.before, maps.after))
-            _, since, _, _ = decays(maps.numbers.tensor[b, h, kept], len(q))
-            part = h // job.share * job.parts + h % job.share // job.span
-            grads.own[b, rows, part] += (scale * since[:, None] * (do @ before.mT)).float()
-            made = rows_of[:, b, h, kept]
-            made[R.QUERY.value] = 0
-            made[R.QUERY.value, : len(q)] = scale * since * (do * (q @ before)).sum(1)
-            made[R.PAST.value] = (before * after).sum(1)
-    grads.q.copy_(grads.own)
+def pointer_of(t: Any) -> Any:
+    if not isinstance(t, torch.Tensor):
+        return t
+    found = Pointer(t)
+    found.dtype = SimpleNamespace(element_ty=t.dtype)
+    return found
 
 
 def start(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
-    """In place of `launch`: plain PyTorch for kernels that the interpreter does not run."""
-    plain = {"shared_outputs": plain_outputs, "shared_keys": plain_keys, "shared_queries": plain_queries}
-    if kernel.__name__ in plain:
-        plain[kernel.__name__](*args)
-    else:
+    """In place of `launch`: kernels that the interpreter does not run are run as Python."""
+    if kernel.__name__ not in ("shared_outputs", "shared_keys", "shared_queries"):
         ridgeline.boundary.launch(kernel, grid, *args, **constants)
+        return
+    *bundles, scale = args
+    bundles = [bundle._make([map_of(pointer_of(x)) for x in bundle]) for bundle in bundles]
+    for program in itertools.product(*map(range, grid)):
+        names_of(Turns(random.Random(str(program))), program)[kernel.__name__](*bundles, scale, constants["STAGES"])
 
 
-@pytest.mark.parametrize("ends", [None, (0, 70, 70, 210)])
-def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decays, what joins the gradients of gates, steps and D, and all sums over heads."""
+@pytest.mark.parametrize(("ends", "units"), [(None, 4), ((0, 70, 70, 210), 8), ((0, 70, 70, 210), 16)])
+def test_results_as_python(ends: Any, units: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outputs and gradients in the order of any turns, against the recurrence in float64. units: multiprocessors;
+    of few each takes more heads than tiles are brought ahead, of more a part of them."""
     if not INTERPRETED:
         pytest.skip("a GPU runs the kernels themselves")
     dice = torch.Generator(device).manual_seed(5)
-    B, T, H, shared = 1, 210 if ends else 150, 4, 2
+    B, T, H, shared = (1, 210, 10, 2) if ends else (2, 150, 5, 1)
     given = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     N = B if ends is None else len(ends) - 1
 
@@ -134,8 +130,10 @@ def test_the_numbers_around_the_kernels(ends: Any, device: str, monkeypatch: pyt
     for module in (_shared_heads, _shared_heads_plan):
         monkeypatch.setattr(module, "launch", start)
     one = {"num_warps": 4, "num_stages": 1}
-    tiles = _head_chunks.HeadTiles(64, HALF, 2, one, one, one, one)
+    tiles = _head_chunks.HeadTiles(64, outputs.HALF.value, 2, one, one, one, one)
     monkeypatch.setattr(_head_chunks, "head_tiles", lambda *_: tiles)
+    card = dataclasses.replace(ridgeline.device.CPU, multiprocessors=units)
+    monkeypatch.setattr(ridgeline.device, "of", lambda t: card)
     call = Call(q, k, v, g, None, first.detach().float(), given, 0.7, "ieee", step, D.detach().float())
     o, last, made = torch.empty_like(v), torch.empty_like(call.first), [torch.empty(t.shape) for t in leaves]
     _shared_heads.forward(o, last, call)
@@ -156,7 +154,8 @@ def test_calls_that_they_take() -> None:
         do = do[:, :1].expand(-1, 600, -1, -1) if repeat else do
         gate = torch.empty(2, 600, heads)
         inputs = q, k, v, gate, gate, None, None, None, 1.0, "ieee"
-        found = {_shared_heads.refusal(v, gate, gate[0, 0], k, q), _shared_heads.refusal(*inputs)} - {None}
+        calls = (v, gate, gate[0, 0], k, q), (q, k, v), inputs
+        found = {_shared_heads.refusal(*args) for args in calls} - {None}
         return str(_shared_heads.refusal(do, None, *inputs)) if not found else found.pop()
 
     assert reason() == reason(step=8) == reason(16, 2) == "None"
@@ -165,6 +164,19 @@ def test_calls_that_they_take() -> None:
         ({"step": 4}, "16 bytes"), ({"repeat": True}, "repeated"),
     ):  # fmt: skip
         assert why in reason(**wrong)
+
+
+def test_a_step_in_place_by_name(device: str) -> None:
+    """A decoder's step has a kernel of its own, whichever kernels a call names."""
+
+    def empty(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=kind, device="meta")
+
+    args = empty(2, 1, 16, 64), empty(2, 1, 16), empty(16), *(empty(2, 1, 1, 128) for _ in range(2))
+    state, seen = empty(2, 16, 128, 64, kind=torch.float32), []
+    with ridgeline.device.pretend("h200"), ridgeline.boundary.observe(seen.append), torch.no_grad():
+        ridgeline.ssd(*args, initial_state=state, inplace=True, impl="gluon_chunks")
+    assert [one.kernel.__name__ for one in seen] == ["recurrent_step"]
 
 
 CASES: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
@@ -205,7 +217,16 @@ def test_results_and_bits(case: str, device: str) -> None:
 
     found = run("gluon_chunks", torch.bfloat16)
     assert all(torch.equal(a, b) for a, b in zip(found, run("gluon_chunks", torch.bfloat16), strict=True))
-    for n, (one, other) in enumerate(zip(found, run("naive", torch.float64), strict=True)):
-        assert one.isfinite().all(), n
-        error = (one.double() - other).norm() / other.norm()
-        assert error < 5e-3, f"result {n} is off by {error:.2e}"
+    exact = run("naive", torch.float64)
+    errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    assert all(e < 5e-3 for e in errors), errors  # emulated: 3.1e-3 for A's gradient, 2.7e-3 for all others
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1000, 4096])
+def test_long_sequences_keep_the_law(T: int, device: str) -> None:
+    dice = torch.Generator(device).manual_seed(0)
+    kinds = Spec(1, T, 16, 64), Spec(1, T, 16), ssd.Negative(16), *(Spec(1, T, 1, 128),) * 2
+    law = Law(get("ssd"), [kind.make(torch.bfloat16, device, dice) for kind in kinds], {})
+    verdict = law.judge(*law.run(get("ssd").implementations["gluon_chunks"]))
+    assert verdict.ok, verdict.reason()

@@ -72,9 +72,10 @@ class Turns:
 
 
 class Registers(torch.Tensor):
-    """A tensor with the attributes that kernels use."""
+    """A tensor with the attributes that kernels use. It is a value: no other name's changes with it."""
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
+    __iadd__, __isub__, __imul__ = torch.Tensor.__add__, torch.Tensor.__sub__, torch.Tensor.__mul__  # type: ignore[assignment]
 
 
 def registers(t: torch.Tensor) -> Registers:
@@ -144,7 +145,7 @@ class Pointer:
 
 def box(desc: Any, at: Any) -> torch.Tensor:
     """Returns the part of a tensor map's tensor that a box covers; of a ragged map, it ends with the sequence."""
-    if len(at) < 5:
+    if len(at) < 5 or not getattr(desc, "ragged", True):
         t, ends = desc.base.as_strided(desc.shape, desc.strides), [i + n for i, n in zip(at, desc.block_shape)]
         return t[tuple([slice(i, end) for i, end in zip(at, ends)])]
     _, end, head, last, column = at  # see TensorMap

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.boundary import launch, tracing
+from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _calls
 from ridgeline.ops.recurrent import _head_chunks as unshared
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_outputs, shared_queries
@@ -31,28 +31,31 @@ FEWEST = 8  # heads that share one, for what they share to weigh
 FACTS: dict[str, Any] = {"num_warps": 4, "maxnreg": 168}
 
 
+def rows_of(*args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """C, B and x of ssd's public arguments, of these three alone, or of a launcher's inputs, in backward after its two
+    gradients."""
+    if 3 < len(args) < 10:
+        return args[4], args[3], args[0]
+    at = max(len(args) - 10, 0)
+    return args[at], args[at + 1], args[at + 2]
+
+
 def refusal(*args: Any, **given: Any) -> str | None:
-    """Why the kernels do not take a call of ssd, or None. Takes public arguments or a launcher's inputs."""
+    """Why the kernels do not take a call of ssd, or None. Takes what `rows_of` does."""
     reason = unshared.refusal(*args, **given)
     if reason is not None:
         return reason
-    if len(args) < 10:
-        rows = args[4], args[3], args[0]
-    else:  # in backward after its two gradients
-        rows = *args[len(args) - 10 : len(args) - 7], *(args[:1] if len(args) > 10 else ())
-    q, v = rows[0], rows[2]
+    q, k, v = rows_of(*args)
     if (q.shape[-1], v.shape[-1]) != (K, V):
         return f"a state has {K} rows and {V} columns, got {q.shape[-1]} and {v.shape[-1]}"
     if v.shape[2] < FEWEST * q.shape[2]:
         return f"at least {FEWEST} heads share one of B and C, got {v.shape[2]} for {q.shape[2]}"
-    if not tracing() and not all([mapped(t) for t in rows]):
+    if not all([mapped(t) for t in (q, k, v, *(args[:1] if len(args) > 10 else ()))]):
         return "rows must begin at multiples of 16 bytes, and none may be repeated"
     return None
 
 
 def forward(o: torch.Tensor, last: torch.Tensor, call: Any) -> None:
-    if tracing():
-        return
     if not call.v.numel():
         unshared.forward(o, last, call)
         return
@@ -67,8 +70,6 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: A
     """The states again, their gradients, and two kernels over all chunks; another joins the numbers of rows.
 
     gradients: of q, k, v, g, D, the step sizes and the first state."""
-    if tracing():
-        return
     if not call.v.numel():
         unshared.backward(gradients, do, dlast, call)
         return

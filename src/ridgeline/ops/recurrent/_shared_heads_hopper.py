@@ -27,12 +27,12 @@ ROWS = gl.constexpr(128)  # of a chunk
 HALF = gl.constexpr(64)  # of a block
 K = gl.constexpr(128)  # columns of q and k
 V = gl.constexpr(64)
-# Rows of `HeadMaps.numbers`, in blocks of 64: see `write_numbers`.
+# Rows of `HeadMaps.numbers` in blocks of 64: see `write_numbers`.
 SUMS = gl.constexpr(0)
 EDGE = gl.constexpr(2)
 UNTIL = gl.constexpr(4)
 STEP = gl.constexpr(6)
-# Rows of `HeadGrads.rows`.
+# Numbers of `RowGrads.rows`.
 QUERY = gl.constexpr(0)
 PAST = gl.constexpr(1)
 KEY = gl.constexpr(2)
@@ -278,11 +278,12 @@ def row_spot(grads, job, place, head, number: gl.constexpr, ME: gl.constexpr):
 @gluon.jit
 def grad_spot(grad, job, place, ME: gl.constexpr, LAYOUT: gl.constexpr):
     """Where a block's rows of q's or k's gradient are, and which there are."""
-    row = place.first + ME * HALF + gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
-    token = place.batch.to(gl.int64) * job.tokens + place.start
+    first = place.first + ME * HALF
+    row = gl.arange(0, HALF, gl.SliceLayout(1, LAYOUT))[:, None]
+    token = place.batch.to(gl.int64) * job.tokens + place.start + first
     width = job.heads // job.share * job.parts * K
     inner = row * width + gl.arange(0, K, gl.SliceLayout(0, LAYOUT))[None, :]
-    return grad + token * width + place.part * K + inner, row < place.tokens
+    return grad + token * width + place.part * K + inner, row < place.tokens - first
 
 
 @gluon.jit

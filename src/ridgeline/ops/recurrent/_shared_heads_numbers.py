@@ -10,16 +10,6 @@ import triton.language as tl
 from ridgeline.ops.recurrent._scan import find_head, find_span
 
 
-class ChunkRoom(NamedTuple):
-    """Where sequences and their chunks are."""
-
-    ends: Any  # cu_seqlens or None
-    tokens: Any  # T
-    heads: Any  # of v
-    chunks: Any  # that a head has room for; of packed sequences each has room for one more than it may need
-    sequences: Any
-
-
 class TokenGrads(NamedTuple):
     """(B, T, heads) in float32."""
 

@@ -14,7 +14,7 @@ from ridgeline.ops.recurrent import _chunks, _head_chunks
 from ridgeline.ops.recurrent._chunks import mapped as mapped  # for who starts these kernels
 from ridgeline.ops.recurrent._chunks import rows_map
 from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob
-from ridgeline.ops.recurrent._shared_heads_numbers import ChunkRoom, TokenGrads, join_rows, write_numbers
+from ridgeline.ops.recurrent._shared_heads_numbers import TokenGrads, join_rows, write_numbers
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
@@ -27,7 +27,7 @@ class Shared(NamedTuple):
 
     call: _chunks.Call
     plan: Any  # of `_head_chunks.py`, which makes the states
-    room: ChunkRoom
+    room: Any  # of `plan`
     numbers: torch.Tensor
     job: HeadJob
     grid: tuple[int, int]
@@ -36,9 +36,9 @@ class Shared(NamedTuple):
 def prepare(call: _chunks.Call) -> Shared:
     plan = _head_chunks.prepare(call)
     (B, T, HV, _), H = call.v.shape, call.q.shape[2]
-    share, chunks = HV // H, plan.room.chunks
-    assert plan.room.unit == ROWS
-    room = ChunkRoom(call.ends, T, HV, chunks, call.sequences)
+    room = plan.room
+    share, chunks = HV // H, room.chunks
+    assert room.unit == ROWS
     numbers = torch.empty((B, HV, chunks, 4, ROWS), dtype=torch.float32, device=call.v.device)
     assert call.g is not None
     assert call.step is not None

@@ -176,10 +176,11 @@ def _pairs(
     return finished(found[0], found[1], Given(initial_state, return_state, cu_seqlens, inplace, scale))
 
 
-def _refusal_of_pairs(x: torch.Tensor, dt: torch.Tensor, *_: Any, cu_seqlens: Maybe = None, **__: Any) -> str | None:
+def _refusal_of_pairs(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
     if cu_seqlens is not None:
         return "it takes no packed sequences"
-    pairs = dt.numel() * dt.shape[1]
+    B, T, H = _shared_heads.rows_of(*args)[2].shape[:3]
+    pairs = B * T * H * T
     return f"it holds at most {PAIRS} pairs of tokens, got {pairs}" if pairs > PAIRS else None
 
 
@@ -235,11 +236,9 @@ def _shared_bwd(
 
 
 def _left(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
-    """Which calls `triton_chunks` leaves to `triton`, by public arguments or a launcher's inputs."""
-    if len(args) < 10:
-        return _shared_heads.unshared.left(args[0], cu_seqlens)
-    inputs = args[len(args) - 10 :]  # after backward's two gradients
-    return _shared_heads.unshared.left(inputs[2], inputs[7])
+    """Which calls `triton_chunks` leaves to `triton`, by what `rows_of` takes."""
+    ends = cu_seqlens if len(args) < 10 else args[-3]
+    return _shared_heads.unshared.left(_shared_heads.rows_of(*args)[2], ends)
 
 
 class Negative(Spec):
