@@ -289,7 +289,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
 def _pairs_at_once(plan: Plan, facts: dict[str, Any]) -> None:
     q, k, _, a, b, g, beta = plan.tensors
     more = plan.reads, plan.matrices, plan.masks, plan.packing
-    if plan.form.LOW:  # 166 registers would do without a spill: 663 us, 643 with 128
+    if plan.form.LOW:  # 166 registers would do without a spill, but 128 are quicker
         launch(low_pairs_at_once, plan.parallel, q, k, a, b, g, *more, **facts, maxnreg=128)
     else:
         form = facts["form"]._replace(BS=min(plan.form.BK, plan.tiles.channels))
