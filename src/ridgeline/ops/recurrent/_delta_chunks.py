@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ridgeline import device
-from ridgeline.boundary import launch, tracing
+from ridgeline.boundary import launch
 from ridgeline.ops.recurrent import _delta_hopper as hopper
 from ridgeline.ops.recurrent._at_once import gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
 from ridgeline.ops.recurrent._delta import (
@@ -144,7 +144,7 @@ def at_once_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any] | None:
 
 def apart(gpu: device.Device, grid: tuple[int, int]) -> int:
     """`DeltaForm.APART`: many where programs abound, since most look at their chunks and leave; it divides a part's."""
-    return 8 if not tracing() and grid[0] * grid[1] >= 32 * gpu.multiprocessors else 1
+    return 8 if grid[0] * grid[1] >= 32 * gpu.multiprocessors else 1
 
 
 def block_masks(form: DeltaForm, call: DeltaCall) -> BlockMasks:
@@ -203,12 +203,10 @@ def _packing(call: DeltaCall, tiles: Tiles, backward: bool) -> tuple[Packing, in
     (B, T, HV, V), K, C, ends = call.v.shape, call.k.shape[3], tiles.rows, call.ends
     N = B if ends is None else ends.numel() - 1
     slices, most, some = -(-V // tiles.chain), -(-T // C), 0
-    length = 0
-    if not tracing():  # sizes may be symbols there, and what is kept inside a call does not matter
-        length = span(device.of(call.v), N * HV * slices, most if ends is None else -(-most // max(N, 1)), K)
+    length = span(device.of(call.v), N * HV * slices, most if ends is None else -(-most // max(N, 1)), K)
     if not 0 < length < most:
         length, rooms = most + 1, 1 if ends is None else N
-        if backward and ends is None and not tracing():
+        if backward and ends is None:
             some = part(most, B * HV * most * V * K * call.v.element_size())
     else:
         rooms = -(-most // length) if ends is None else T // (length * C) + N
@@ -291,7 +289,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
 def _pairs_at_once(plan: Plan, facts: dict[str, Any]) -> None:
     q, k, _, a, b, g, beta = plan.tensors
     more = plan.reads, plan.matrices, plan.masks, plan.packing
-    if plan.form.LOW:  # 166 registers would do without a spill: 663 us, 643 with 128
+    if plan.form.LOW:  # 166 registers would do without a spill, but 128 are quicker
         launch(low_pairs_at_once, plan.parallel, q, k, a, b, g, *more, **facts, maxnreg=128)
     else:
         form = facts["form"]._replace(BS=min(plan.form.BK, plan.tiles.channels))
@@ -471,12 +469,14 @@ def delta_bwd(
     slices, sums = plan.packing.slices, dbeta
     if dbeta is not None and slices > 1:
         sums = torch.empty((slices, *dbeta.shape), dtype=torch.float32, device=call.v.device)
-    rows = call.rows(do if not plan.hopper or hopper.mapped(do) else do.contiguous())
+    if plan.hopper and not hopper.mapped(do):
+        do = torch.empty(do.shape, **fresh).copy_(do)
+    rows = call.rows(do)
     assert rows is not None
     states = ChunkStates(dlast, dfirst, before, later, solved, turned, made, starts)
     other = torch.empty_like(dbeta) if dbeta is not None and plan.hopper else None
     _reverse(plan, call, rows, states, Grads(dq, dk, dv, dg, sums, da, db), some, other)
     if dbeta is not None and other is not None:
-        dbeta += other
+        torch.add(dbeta, other, out=dbeta)  # as replay.py repeats it
     if dbeta is not None and sums is not None and slices > 1:
         torch.sum(sums, 0, out=dbeta)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ridgeline import device
-from ridgeline.boundary import launch, tracing
+from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
 from ridgeline.ops.recurrent._chunks import mapped, rows_map
 from ridgeline.ops.recurrent._delta import PairMaps
@@ -29,7 +29,7 @@ ROWS, WIDTH = 64, 128
 def serves(call: Any, segments: int = 1) -> bool:
     """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding. With a
     gate per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
-    if tracing() or call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16):
+    if call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16) or not call.v.numel():
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:
         return False
