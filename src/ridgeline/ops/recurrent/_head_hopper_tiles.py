@@ -14,7 +14,6 @@ from ridgeline.tiles.hopper import barrier
 C = gl.constexpr(64)  # rows of a chunk
 HALF = gl.constexpr(64)  # columns of a warpgroup
 WIDE = gl.constexpr(128)  # columns of a tensor
-EVERY = gl.constexpr(2)  # chunks from a state that is kept to the next
 SUMS = gl.constexpr(0)  # rows of a chunk's decays: sums of its gates, times log2(e)
 SINCE = gl.constexpr(1)  # e^sums since the chunk began
 UNTIL = gl.constexpr(2)  # until it ends
@@ -28,7 +27,7 @@ class Place(NamedTuple):
     h: Any
     start: Any  # the sequence's first token
     tokens: Any
-    kept: Any  # where its first chunk is kept, among all heads'
+    kept: Any  # its first chunk's number among all heads'
     count: Any  # its chunks
 
 
@@ -40,8 +39,7 @@ def place_of(scan):
     if scan.ends is not None:
         start = gl.load(scan.ends + n)
         tokens = gl.load(scan.ends + n + 1) - start
-        # each sequence has room for chunks left over and for the state after it
-        kept = h.to(gl.int64) * scan.room + EVERY * (start // (EVERY * C) + 2 * n)
+        kept = h.to(gl.int64) * scan.room + start // C + n
     return Place(n, h, start, tokens, kept, (tokens + C - 1) // C)
 
 
