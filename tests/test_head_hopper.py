@@ -1,5 +1,5 @@
-"""Linear attention's Gluon chains for Hopper: which calls they serve, how the parts of a gate's gradient join, and results
-of the kernels run as Python (warps.py), which finds deadlocks, missing fences and places given back too early. On a GPU
+"""Linear attention's Gluon chains for Hopper: which calls they serve, how the parts of a gate's gradient join, and what
+they give, run as Python (warps.py), which finds deadlocks, missing fences and places given back too early. On a GPU
 their results and bits."""
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def as_python(monkeypatch: pytest.MonkeyPatch, seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("dtype", "seed"), [(torch.bfloat16, 0), (torch.float16, 1), (torch.bfloat16, 2)])
+@pytest.mark.parametrize(("dtype", "seed"), [(torch.bfloat16, 0), (torch.float16, 1)])
 def test_results_as_python(
     case: str, dtype: torch.dtype, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
