@@ -10,6 +10,7 @@ import torch
 
 import ridgeline
 from ridgeline.op import get
+from ridgeline.ops.recurrent import _short_conv_cuda
 
 pytestmark = pytest.mark.kernels
 
@@ -143,6 +144,20 @@ def test_copies_ahead_of_many_rows(device: str) -> None:
     ]
     assert all(torch.equal(a, b) for a, b in zip(*found[:2], strict=True))
     near(list(found[0]), [t.double() for t in found[2]], 2**-8)
+
+
+def test_what_cuda_refuses() -> None:
+    x, weight, bias, _ = halves(inputs(2, 64, 4, 2, "cpu"), torch.float16)
+    wide = torch.cat([x, x], 2)
+    reason = lambda *args: _short_conv_cuda.unfit(*args) or ""  # noqa: E731
+    assert not reason(x, weight, None)
+    assert not reason(wide[:, :, 8 : C + 8], weight.float(), bias)
+    assert "float64" in reason(x, weight.double(), bias)
+    assert "float64" in reason(x, weight, bias.double())
+    assert "contiguous" in reason(x, weight.t().contiguous().t(), bias)
+    assert "multiple of 8" in reason(x[:, :, :36], weight[:36], None)
+    assert "begin at multiples" in reason(wide[:, :, 4 : C + 4], weight, None)
+    assert "equally far apart" in reason(x[:, :60], weight, None)
 
 
 def test_reruns_give_the_same_bits(device: str) -> None:

@@ -99,7 +99,7 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return type(self)(self.held.permute(order))
 
-    def slice(self, start: int, length: int, axis: int) -> "Shared":
+    def slice(self, start: int, length: int, axis: int = 0) -> "Shared":
         return type(self)(self.held.narrow(axis, start, length))
 
     def store(self, x: torch.Tensor) -> None:

@@ -200,12 +200,6 @@ def left_of_gates(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
     return left(inputs[2], inputs[6])
 
 
-def refusal_of_gates(*args: Any, **given: Any) -> str | None:
-    """As `refusal`, of gated_linear_attention's calls. Backward's inputs begin with two gradients."""
-    gate = args[5] if len(args) > 10 else args[3]
-    return "its gate is one per head, got one per channel" if gate.dim() == 4 else refusal(*args, **given)
-
-
 KERNEL: dict[str, Any] = {
     "kind": "triton", "fwd": fwd, "bwd": bwd, "supports": refusal, "dtypes": ("float16", "bfloat16"),
 }  # fmt: skip

@@ -17,7 +17,7 @@ from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_key
 
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
-ROWS, WIDTH, EVERY = 64, 128, 2
+ROWS, WIDTH = 64, 128
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
 
@@ -26,9 +26,13 @@ def _rows(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
 
 
 def room_of(call: _chunks.Call) -> int:
-    """Chunks that a head has room for, with the state after each sequence."""
-    sequences = 1 if call.ends is None else call.sequences
-    return EVERY * (call.q.shape[1] // (EVERY * ROWS) + 2 * sequences)
+    """Chunks that a head has room for."""
+    T = call.q.shape[1]
+    return -(-T // ROWS) if call.ends is None else T // ROWS + call.sequences
+
+
+def _marks_map(marks: Maybe) -> TensorMap | None:
+    return None if marks is None else TensorMap(marks, (1, WIDTH // 2, WIDTH), 128)
 
 
 def _scan(
@@ -40,8 +44,7 @@ def _scan(
     maps = ScanMaps(
         _rows(a, WIDTH, call), _rows(b, WIDTH, call), _rows(c, half, call),
         _rows(out, half, call) if out.dtype == a.dtype else None,
-        None if own is None else _rows(own, half, call),
-        None if marks is None else TensorMap(marks, (1, half, WIDTH), 128),
+        None if own is None else _rows(own, half, call), _marks_map(marks),
     )  # fmt: skip
     groups: Any = [heads // t.shape[2] if t is not None else 1 for t in (a, b, c, own)]
     facts: Any = (None, 0, 0, 0, 1) if gate is None else gate
@@ -64,34 +67,34 @@ def bwd(
 ) -> None:  # fmt: skip
     """A pass for dq, one in reverse for dk and dv, and one that joins the parts of dg."""
     call = _chunks.Call(*inputs)
-    do = do if mapped(do) else do.contiguous()
+    do = do if mapped(do) else do.clone(memory_format=torch.contiguous_format)
     (B, _, HV, _), room = call.v.shape, room_of(call)
     places = B * HV * room
-    queries = keys = own = meets = marks = None
+    queries = keys = own = before = after = None
     if dg is not None:
         fresh: dict[str, Any] = {"dtype": torch.float32, "device": do.device}
         queries, keys = torch.empty((2, places, ROWS), **fresh), torch.empty((2, places, ROWS), **fresh)
-        own, meets = torch.empty((places, ROWS), **fresh), torch.empty((places // EVERY, WIDTH), **fresh)
-        marks = torch.empty((places // EVERY, WIDTH, WIDTH), dtype=do.dtype, device=do.device)
-    _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, marks)
+        own = torch.empty((places, ROWS), **fresh)
+        fresh["dtype"] = do.dtype
+        before, after = torch.empty((places, WIDTH, WIDTH), **fresh), torch.empty((places, WIDTH, WIDTH), **fresh)
+    _scan(call, do, call.v, call.k, dq, None, True, call.q if dg is not None else None, queries, before)
     half = WIDTH // 2
     rows: Any = [_rows(t, WIDTH, call) for t in (call.q, call.k, call.v, do)]
     maps = KeyMaps._make((
-        *rows, _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call),
+        *rows, _rows(dk, half, call) if dk.dtype == do.dtype else None, _rows(dv, half, call), _marks_map(after),
     ))  # fmt: skip
     gate: Any = (None, 0, 0, 0, 1) if call.g is None else call.rows(call.g)
     apart = places * ROWS
     sizes = KeyScan._make((
-        dk, *gate, dlast, dfirst, keys, apart, own, meets, marks, call.ends, call.q.shape[1], HV, room,
-        HV // call.q.shape[2],
+        dk, *gate, dlast, dfirst, keys, apart, own, call.ends, call.q.shape[1], HV, room, HV // call.q.shape[2],
     ))  # fmt: skip
     facts: dict[str, Any] = {"STAGES": STAGES_OF_KEYS, "num_warps": 4, "maxnreg": 168}
     launch(walk_keys, (call.sequences * HV,), sizes, maps, call.scale, **facts)
     if dg is not None:
-        parts = Parts(
-            dg, queries, keys, own, meets, apart, call.ends, call.q.shape[1], HV, room, call.sequences
-        )  # fmt: skip
-        launch(join_gates, (room, B * HV), parts, call.scale, num_warps=1)
+        parts = Parts._make((
+            dg, queries, keys, own, before, after, apart, call.ends, call.q.shape[1], HV, room, call.sequences,
+        ))  # fmt: skip
+        launch(join_gates, (room, B * HV), parts, gate, call.scale, num_warps=4)
 
 
 def refusal(*args: Any, **given: Any) -> str | None:
@@ -108,28 +111,19 @@ def refusal(*args: Any, **given: Any) -> str | None:
         reason = "there are no tokens"
     if reason is None and backward and args[9] == 0:
         reason = "its backward divides by the scale, which is 0"
+    if reason is None and len(args) == 9 and not (args[5] is None or args[5].is_contiguous()):
+        reason = "a step's state is contiguous, and not each state's transpose"
     return reason
-
-
-def refusal_of_gates(*args: Any, **given: Any) -> str | None:
-    """As `refusal`, of gated_linear_attention's calls."""
-    backward = len(args) > 10
-    gate = args[5] if backward else args[3]
-    if gate.dim() == 4:
-        return "its gate is one per head, got one per channel"
-    return refusal(*args, **given)
 
 
 def left(sizes: Callable[..., str | None]) -> Callable[..., str | None]:
     """Returns why automatic choice leaves a call to other kernels, or None. sizes: the same, by a call's sizes."""
 
     def why(*args: Any, **given: Any) -> str | None:
-        backward, dlast = len(args) > 10, args[1] if len(args) > 10 else None
-        inputs = args[2:] if backward else args
-        first, ends = inputs[5:7] if len(inputs) == 9 else (given.get("initial_state"), given.get("cu_seqlens"))
-        if backward and inputs[3] is None:
-            return "its backward is checked with a gate"
-        if inputs[0].shape[2] != inputs[2].shape[2] or not (dlast is first is ends is None):
+        if len(args) > 10:
+            return "no GPU has checked its backward"
+        first, ends = args[5:7] if len(args) == 9 else (given.get("initial_state"), given.get("cu_seqlens"))
+        if args[0].shape[2] != args[2].shape[2] or not (first is ends is None):
             return "it is checked for heads of their own and whole sequences without states"
         return sizes(*args, **given)
 

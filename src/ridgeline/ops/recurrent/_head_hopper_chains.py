@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ridgeline.ops.recurrent._head_hopper_tiles import (
-    EVERY,
     HALF,
     SINCE,
     SUMS,
@@ -49,7 +48,7 @@ class ScanMaps(NamedTuple):
     c: Any
     out: Any  # None where it is in float32
     own: Any  # q where dq is made for a gate's gradient, else None
-    marks: Any  # states, (rooms, columns of c, columns of b), or None
+    marks: Any  # the states before all heads' chunks, (chunks, columns of c, columns of b), or None
 
 
 class Scan(NamedTuple):
@@ -128,9 +127,8 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.con
         flat(mine).store(low)
         fence_async_shared()
         barrier()
-        if maps.marks is not None:  # noqa: SIM102  # decided at compile time, as below
-            if t % EVERY == 0:
-                store(maps.marks, [((place.kept + t) // EVERY).to(gl.int32), ME * HALF, 0], mine)
+        if maps.marks is not None:
+            store(maps.marks, [(place.kept + t).to(gl.int32), ME * HALF, 0], mine)
         found = warpgroup_mma(ta, flat(mine).permute((1, 0)), none, use_acc=False, is_async=True)
         right = tc.permute((1, 0)).load(NARROW)
         if GATE:
@@ -167,13 +165,6 @@ def _walk(ME: gl.constexpr, maps, scan, rings, held, outs, scale, TURNED: gl.con
             fence_async_shared()
             barrier()
             store(maps.out, at(scan, place, place.h, t, ME * HALF), out)
-    if maps.marks is not None:  # noqa: SIM102
-        if place.count % EVERY == 0:
-            tma.store_wait(0)
-            flat(mine).store(state.to(kind))
-            fence_async_shared()
-            barrier()
-            store(maps.marks, [((place.kept + place.count) // EVERY).to(gl.int32), ME * HALF, 0], mine)
     if scan.last is not None:
         gl.store(_state_spots(scan.last, scan, place, ME, TURNED), state)
     tma.store_wait(0)

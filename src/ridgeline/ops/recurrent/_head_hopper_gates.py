@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import find_span
+from ridgeline.ops.recurrent._scan import find_head, find_span
 
 C = tl.constexpr(64)
-EVERY = tl.constexpr(2)
 WIDE = tl.constexpr(128)
 
 
@@ -19,7 +18,8 @@ class Parts(NamedTuple):
     queries: Any  # (2, heads' chunks, C): each row's query with earlier chunks' keys, half of k's columns each
     keys: Any  # its key with later chunks' queries
     own: Any  # pairs around its gate within the chunk
-    meets: Any  # <state, its gradient> where states are kept, by rows
+    before: Any  # the state before each chunk, (heads' chunks, WIDE, WIDE)
+    after: Any  # the gradient of the state after it
     apart: Any
     ends: Any
     tokens: Any
@@ -30,7 +30,7 @@ class Parts(NamedTuple):
 
 @triton.jit
 def _place_of(ends, n):
-    return EVERY * (tl.load(ends + n) // (EVERY * C) + 2 * n)
+    return tl.load(ends + n) // C + n
 
 
 @triton.jit
@@ -40,8 +40,20 @@ def _both(parts, data, place):
 
 
 @triton.jit
-def join_gates(parts, scale):
-    """A chunk's dg. Where no state is kept before it, what passes it is what meets after it without its own keys."""
+def _meet(parts, place):
+    """<state, its gradient>."""
+    PIECE: tl.constexpr = 32
+    both = tl.zeros([PIECE, WIDE], tl.float32)
+    spot = place * (WIDE * WIDE) + tl.arange(0, PIECE)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    for piece in tl.static_range(WIDE // PIECE):
+        at = spot + piece * (PIECE * WIDE)
+        both += tl.load(parts.before + at).to(tl.float32) * tl.load(parts.after + at).to(tl.float32)
+    return tl.sum(tl.sum(both, 1), 0)
+
+
+@triton.jit
+def join_gates(parts, gate, scale):
+    """A chunk's dg. What passes the chunk decays by all of its gates, so nothing cancels."""
     chunk, pair = tl.program_id(0), tl.program_id(1)
     n, h = pair // parts.heads, pair % parts.heads
     place = pair.to(tl.int64) * parts.room + chunk
@@ -55,18 +67,15 @@ def join_gates(parts, scale):
     start, tokens = find_span(parts, n)
     if chunk * C >= tokens:
         return
-    queries, keys = _both(parts, parts.queries, place), _both(parts, parts.keys, place)
-    late = chunk % EVERY
-    meets = parts.meets + (place + late) // EVERY * WIDE + tl.arange(0, WIDE)
-    past = tl.sum(tl.load(meets), 0)
-    if late > 0:
-        if (chunk + 1) * C < tokens:
-            past += tl.sum(_both(parts, parts.queries, place + 1), 0)
-        past -= tl.sum(keys, 0)
     inner = tl.arange(0, C)
+    token = chunk * C + inner
+    spots = find_head(gate, n, h, parts.ends, start) + token.to(tl.int64) * gate.token
+    whole = tl.sum(tl.load(spots, mask=token < tokens, other=0.0).to(tl.float32), 0)
+    past = tl.exp2(whole * 1.4426950408889634) * _meet(parts, place)
+    queries, keys = _both(parts, parts.queries, place), _both(parts, parts.keys, place)
     found = tl.cumsum(queries, 0, reverse=True) + tl.load(parts.own + place * C + inner) + past
     found += tl.sum(tl.where(inner[:, None] < inner[None, :], keys[:, None], 0.0), 0)
-    row = start + chunk * C + inner
+    row = start + token
     if parts.ends is None:
         row += n.to(tl.int64) * parts.tokens
-    tl.store(parts.dg + row * parts.heads + h, scale * found, mask=chunk * C + inner < tokens)
+    tl.store(parts.dg + row * parts.heads + h, scale * found, mask=token < tokens)

@@ -4,7 +4,7 @@ program, which goes through the chunks in reverse.
 Its state R is the gradient of the state after a chunk. Two warpgroups have half of R's rows (k's columns) each, in
 float32 registers, and half of the columns of dk and dv. dk needs a warpgroup's own rows of R alone, and dv all rows, so
 both write them for products to shared memory. One makes the weights of keys with queries in dv, the other those in dk.
-Two warps bring R together with the states that the pass for dq kept.
+For a gate's gradient R is kept, as the pass for dq keeps the states.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ridgeline.ops.recurrent._head_hopper_tiles import (
-    EVERY,
     HALF,
     SINCE,
     SUMS,
@@ -52,6 +51,7 @@ class KeyMaps(NamedTuple):
     do: Any
     dk: Any  # None where it is in float32
     dv: Any
+    marks: Any  # R after all heads' chunks, (chunks, K, V), or None
 
 
 class KeyScan(NamedTuple):
@@ -66,8 +66,6 @@ class KeyScan(NamedTuple):
     sums: Any  # what each row of k has with R alone, (2, heads' chunks, C) in float32, or None
     apart: Any  # from the first half of columns to the second
     own: Any  # pairs around each gate within its chunk, (heads' chunks, C)
-    meets: Any  # <state, R> by the rows of both, (heads' states, WIDE)
-    marks: Any  # states that the pass for dq kept, (heads' states, K, V)
     ends: Any  # cu_seqlens or None
     tokens: Any
     heads: Any
@@ -117,7 +115,7 @@ def _around(pairs, outs, none):
     """Begins the sums of a chunk's own pairs, keys by queries, over the keys before each gate: rows are gates, columns
     queries. They are bfloat16, as float16 has not the range; in float16 a second part follows."""
     LAYOUT: gl.constexpr = none.type.layout
-    tma.store_wait(0)
+    tma.store_wait(1)  # all but R
     first = pairs.to(gl.bfloat16)
     _for_pairs(outs, 1).store(first)
     if outs.dtype == gl.float16:
@@ -217,6 +215,8 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
         fence_async_shared()
         barrier()
         mbarrier.arrive(rings.written, count=1)
+        if maps.marks is not None:
+            store(maps.marks, [(place.kept + chunk).to(gl.int32), ME * HALF, 0], rings.held.index(ME))
         right = _half(tq, ME).permute((1, 0)).load(NARROW)
         if GATE:
             right = (of_columns(rings.decays, stage, SINCE, NARROW) * right.to(gl.float32)).to(kind)
@@ -252,38 +252,6 @@ def _walk(ME: gl.constexpr, maps, scan, rings, outs, scale):
 
 
 @gluon.jit
-def _meet(scan, rings):
-    """The warps that bring R before a chunk's decay, which is that of the state after it, and the kept states together.
-    Of an even number of chunks the first R meets the state after all."""
-    STAGES: gl.constexpr = rings.ready.type.shape[0]
-    ROWS: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [2, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    spot = row[:, None] * WIDE + gl.arange(0, WIDE, gl.SliceLayout(0, LAYOUT))[None, :]
-    place = place_of(scan)
-    for t in range(place.count):
-        chunk = place.count - 1 - t
-        stage, odd = t % STAGES, (t // STAGES) & 1
-        mbarrier.wait(rings.ready.index(stage), odd)
-        whole = rings.decays.index(stage * 4 + WHOLE).slice(0, ROWS).load(gl.SliceLayout(1, LAYOUT))
-        after = (t == 0) & (place.count % EVERY == 0)
-        barrier()
-        mbarrier.arrive(rings.free.index(stage), count=1)
-        mbarrier.wait(rings.written, t & 1)
-        if after | (chunk % EVERY == 0):
-            slot = place.kept // EVERY + (chunk + 1) // EVERY
-            whole = gl.where(after, 1.0, whole)
-            for half in gl.static_range(2):
-                for part in gl.static_range(HALF // ROWS):
-                    low = half * HALF + part * ROWS
-                    kept = gl.load(scan.marks + (slot * WIDE + low) * WIDE + spot).to(gl.float32)
-                    r = flat(rings.held.index(half)).slice(part * ROWS, ROWS, 0).load(LAYOUT).to(gl.float32)
-                    gl.store(scan.meets + slot * WIDE + (low + row), whole * gl.sum(kept * r, 1))
-        barrier()
-        mbarrier.arrive(rings.read, count=1)
-
-
-@gluon.jit
 def _fill(maps, scan, rings):
     """The warp that brings tiles."""
     STAGES: gl.constexpr = rings.ready.type.shape[0]
@@ -309,12 +277,6 @@ def _sum_gates(scan, rings):
         fill_decays(scan, rings.decays, rings.ready, rings.free, True)
 
 
-@gluon.jit
-def _meet_states(scan, rings):
-    if scan.marks is not None:
-        _meet(scan, rings)
-
-
 @gluon.jit(do_not_specialize=["scale"])
 def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
     """dk and dv of all chunks, in reverse, and what a gate's gradient needs of them."""
@@ -323,11 +285,11 @@ def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
     outs = ring(maps.dv, 4)
     weights = gl.allocate_shared_memory(kind, [2, C, C], gl.NVMMASharedLayout(128, 16, 2))
     gates: gl.constexpr = 1 if scan.gate is not None else 0
-    meets: gl.constexpr = 1 if scan.marks is not None else 0
-    ready, free = make_barriers(STAGES, 1 + gates), make_barriers(STAGES, 2 + meets)
-    written, read = make_barriers(1, 2), make_barriers(1, 2 + meets)
+    held = gl.allocate_shared_memory(kind, [2, 1, HALF, WIDE], gl.NVMMASharedLayout(128, 16, 3))
+    ready, free = make_barriers(STAGES, 1 + gates), make_barriers(STAGES, 2)
+    written, read = make_barriers(1, 2), make_barriers(1, 2)
     rings = KeyRings(
-        q, k, v, do, numbers(STAGES), ready, free, ring(maps.k, 2), weights, written.index(0), read.index(0)
+        q, k, v, do, numbers(STAGES), ready, free, held, weights, written.index(0), read.index(0)
     )  # fmt: skip
     fence_async_shared()
     gl.warp_specialize(
@@ -336,8 +298,7 @@ def walk_keys(scan, maps, scale, STAGES: gl.constexpr):
             (_walk, (1, maps, scan, rings, outs, scale)),
             (_fill, (maps, scan, rings)),
             (_sum_gates, (scan, rings)),
-            (_meet_states, (scan, rings)),
         ],
-        [4, 1, 1, 2],
-        [232, 40, 40, 40],
+        [4, 1, 1],
+        [240, 24, 24],
     )

@@ -14,7 +14,6 @@ from ridgeline.tiles.hopper import barrier
 C = gl.constexpr(64)  # rows of a chunk
 HALF = gl.constexpr(64)  # columns of a warpgroup
 WIDE = gl.constexpr(128)  # columns of a tensor
-EVERY = gl.constexpr(2)  # chunks from a state that is kept to the next
 SUMS = gl.constexpr(0)  # rows of a chunk's decays: sums of its gates, times log2(e)
 SINCE = gl.constexpr(1)  # e^sums since the chunk began
 UNTIL = gl.constexpr(2)  # until it ends
@@ -28,7 +27,7 @@ class Place(NamedTuple):
     h: Any
     start: Any  # the sequence's first token
     tokens: Any
-    kept: Any  # where its first chunk is kept, among all heads'
+    kept: Any  # its first chunk's number among all heads'
     count: Any  # its chunks
 
 
@@ -40,8 +39,7 @@ def place_of(scan):
     if scan.ends is not None:
         start = gl.load(scan.ends + n)
         tokens = gl.load(scan.ends + n + 1) - start
-        # each sequence has room for chunks left over and for the state after it
-        kept = h.to(gl.int64) * scan.room + EVERY * (start // (EVERY * C) + 2 * n)
+        kept = h.to(gl.int64) * scan.room + start // C + n
     return Place(n, h, start, tokens, kept, (tokens + C - 1) // C)
 
 
@@ -96,6 +94,13 @@ def _add(a, b):
 
 
 @gluon.jit
+def _gates(at, there):
+    """Gates times log2(e), whose decay is 0 from -160 on: sums that had come to -inf would have no differences."""
+    found = gl.load(at, mask=there, other=0.0).to(gl.float32) * 1.4426950408889634
+    return gl.where(found < -160.0, -160.0, found)
+
+
+@gluon.jit
 def fill_decays(scan, decays, ready, free, REVERSE: gl.constexpr):
     """The warp that sums gates. All decays are e^ of sums, never of differences of sums."""
     STAGES: gl.constexpr = ready.type.shape[0]
@@ -113,9 +118,8 @@ def fill_decays(scan, decays, ready, free, REVERSE: gl.constexpr):
             chunk = place.count - 1 - t
         token = chunk * C + row
         spots = base + token.to(gl.int64) * scan.gate_token
-        own = gl.load(spots, mask=token < place.tokens, other=0.0).to(gl.float32) * 1.4426950408889634
-        there = (row < C - 1) & (token + 1 < place.tokens)
-        next = gl.load(spots + scan.gate_token, mask=there, other=0.0).to(gl.float32) * 1.4426950408889634
+        own = _gates(spots, token < place.tokens)
+        next = _gates(spots + scan.gate_token, (row < C - 1) & (token + 1 < place.tokens))
         sums = gl.associative_scan(own, 0, _add)
         later = gl.associative_scan(next, 0, _add, reverse=True)
         whole = gl.zeros([C], gl.float32, LAYOUT) + gl.exp2(gl.sum(own, 0))

@@ -102,6 +102,13 @@ def _place(room, chunk, pair):
 
 
 @triton.jit
+def _gates(at, there):
+    """Gates in float32, whose decay is 0 from -110 on: sums that had come to -inf would have no differences."""
+    found = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    return tl.where(found < -110.0, -110.0, found)
+
+
+@triton.jit
 def write_decays(gate, made, room, form: tl.constexpr):
     """The decays of a chunk. They are sums, never differences."""
     R: tl.constexpr = form.R
@@ -113,11 +120,11 @@ def write_decays(gate, made, room, form: tl.constexpr):
     blocks = tl.arange(0, form.BLOCKS)[:, None] * R + tl.arange(0, R)[None, :]
     row = tl.arange(0, C)
     at, blocks_at = base + (first + row).to(tl.int64) * gate.token, base + (first + blocks).to(tl.int64) * gate.token
-    own = tl.load(at, mask=first + row < tokens, other=0.0).to(tl.float32)
-    later = tl.load(at + gate.token, mask=(row < C - 1) & (first + row + 1 < tokens), other=0.0).to(tl.float32)
-    sums = tl.cumsum(tl.load(blocks_at, mask=first + blocks < tokens, other=0.0).to(tl.float32), 1)
+    own = _gates(at, first + row < tokens)
+    later = _gates(at + gate.token, (row < C - 1) & (first + row + 1 < tokens))
+    sums = tl.cumsum(_gates(blocks_at, first + blocks < tokens), 1)
     there = (blocks % R < R - 1) & (first + blocks + 1 < tokens)
-    soon = tl.cumsum(tl.load(blocks_at + gate.token, mask=there, other=0.0).to(tl.float32), 1, reverse=True)
+    soon = tl.cumsum(_gates(blocks_at + gate.token, there), 1, reverse=True)
     tl.store(made.sums + place * C + blocks, sums * 1.4426950408889634)
     tl.store(made.soon + place * C + blocks, _exp(soon))
     tl.store(made.since + place * C + row, _exp(tl.cumsum(own, 0)))

@@ -100,6 +100,8 @@ def unfit(*args: Any, **_: Any) -> str | None:
     """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
     x, weight, bias = (args[2:] if len(args) == INPUTS else args)[:3]
     for t in (weight,) if bias is None else (weight, bias):
+        if t.dtype not in CTYPE:
+            return f"weight and bias must be float32, float16 or bfloat16, but have {t.dtype}"
         if not t.is_contiguous() or t.data_ptr() % ROW:
             return f"weight and bias must be contiguous and begin at multiples of {ROW} bytes"
     if x.shape[2] % CHANNELS:

@@ -8,6 +8,7 @@ Source: Yang, Wang, Shen, Panda and Kim, Gated linear attention, 2023 (arXiv:231
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +75,16 @@ def _look(
     return found(OP, impl, given, q, k, v, q.shape[-1] ** -0.5, g)
 
 
+def per_head(refusal: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Returns why kernels for a gate per head do not take a call, or None. refusal: their other reasons."""
+
+    def why(*args: Any, **given: Any) -> str | None:
+        gate = args[5] if len(args) > 10 else args[3]
+        return "its gate is one per head, got one per channel" if gate.dim() == 4 else refusal(*args, **given)
+
+    return why
+
+
 _short = Spec(2, 7, 1, 8), Spec(2, 7, 1, 8), Spec(2, 7, 1, 12)
 _qkv = Spec(2, 19, 1, 8), Spec(2, 19, 1, 8), Spec(2, 19, 1, 12)
 _grouped = Spec(2, 18, 2, 8), Spec(2, 18, 2, 8), Spec(2, 18, 4, 12)
@@ -121,9 +132,9 @@ OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel(
     "triton_chunks", _head_chunks.IDEA, served=True, unless=_head_chunks.left_of_gates,
-    **_head_chunks.KERNEL | {"supports": _head_chunks.refusal_of_gates},
+    **_head_chunks.KERNEL | {"supports": per_head(_head_chunks.refusal)},
 )  # fmt: skip
 OP.kernel(
     "gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates),
-    **_head_hopper.KERNEL | {"supports": _head_hopper.refusal_of_gates},
+    **_head_hopper.KERNEL | {"supports": per_head(_head_hopper.refusal)},
 )  # fmt: skip
