@@ -10,7 +10,7 @@ import torch
 
 import ridgeline
 from ridgeline.op import get
-from ridgeline.ops.recurrent import _short_conv_cuda
+from ridgeline.ops.recurrent.cuda import short_conv as short_conv_cuda
 
 pytestmark = pytest.mark.kernels
 
@@ -149,7 +149,7 @@ def test_copies_ahead_of_many_rows(device: str) -> None:
 def test_what_cuda_refuses() -> None:
     x, weight, bias, _ = halves(inputs(2, 64, 4, 2, "cpu"), torch.float16)
     wide = torch.cat([x, x], 2)
-    reason = lambda *args: _short_conv_cuda.unfit(*args) or ""  # noqa: E731
+    reason = lambda *args: short_conv_cuda.unfit(*args) or ""  # noqa: E731
     assert not reason(x, weight, None)
     assert not reason(wide[:, :, 8 : C + 8], weight.float(), bias)
     assert "float64" in reason(x, weight.double(), bias)

@@ -15,10 +15,12 @@ from ridgeline import boundary, tuning
 from ridgeline import device as devices
 from ridgeline.boundary import INTERPRETED
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _calls, _channel_hopper, _chunks
-from ridgeline.ops.recurrent import _channel_hopper_chains as kernels
-from ridgeline.ops.recurrent import _channel_hopper_gradients as gradients
-from ridgeline.ops.recurrent._calls import Given, recurrence
+from ridgeline.ops.recurrent.common import calls
+from ridgeline.ops.recurrent.common.calls import Given, recurrence
+from ridgeline.ops.recurrent.hopper import channel_chains as kernels
+from ridgeline.ops.recurrent.hopper import channel_gradients as gradients
+from ridgeline.ops.recurrent.hopper import channels as channel_hopper
+from ridgeline.ops.recurrent.triton import chunks
 from ridgeline.tiles import warpgroup
 from warps import Barrier, Pointer, Shared, Turns, define, language, registers
 
@@ -205,7 +207,7 @@ def started(card: str, D: int = 128, kind: torch.dtype = torch.bfloat16, gate: t
     last = torch.empty((8, heads, D, D), device="meta")
     seen: list[boundary.Launch] = []
     with devices.pretend(card), boundary.observe(seen.append):
-        _calls.KERNEL["fwd"](o, last, q, k, v, g, None, None, None, 1.0, "ieee")
+        calls.KERNEL["fwd"](o, last, q, k, v, g, None, None, None, 1.0, "ieee")
     return {launch.kernel.__name__ for launch in seen}
 
 
@@ -237,7 +239,7 @@ def test_backward_is_served_where_a_gpu_has_checked_it() -> None:
         grads = *made, None if u is None else torch.empty_like(u), None if first is None else torch.empty_like(first)
         seen: list[boundary.Launch] = []
         with devices.pretend("h200"), boundary.observe(seen.append):
-            _calls.KERNEL["bwd"](*grads, do, dlast, *inputs)
+            calls.KERNEL["bwd"](*grads, do, dlast, *inputs)
         return {launch.kernel.__name__ for launch in seen} & {"mark_states", "gradient_chains"}
 
     state = torch.empty((8, 16, 128, 128), device="meta")
@@ -256,15 +258,15 @@ def test_other_kernels_keep_off_finished_chains(monkeypatch: pytest.MonkeyPatch)
 
     def results() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         rows, states = [torch.full_like(q, 7.0) for _ in range(5)], [torch.full_like(first, 7.0) for _ in range(2)]
-        _calls.KERNEL["fwd"](rows[0], states[0], *inputs)
-        _calls.KERNEL["bwd"](*rows[1:], None, states[1], do, None, *inputs)
+        calls.KERNEL["fwd"](rows[0], states[0], *inputs)
+        calls.KERNEL["bwd"](*rows[1:], None, states[1], do, None, *inputs)
         return rows, states
 
     expected = results()
-    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
     for name, serves in (("forward", "serves"), ("backward", "serves_backward")):
-        monkeypatch.setattr(_channel_hopper, serves, lambda *_: True)
-        monkeypatch.setattr(_channel_hopper, name, lambda *_: left)
+        monkeypatch.setattr(channel_hopper, serves, lambda *_: True)
+        monkeypatch.setattr(channel_hopper, name, lambda *_: left)
     rows, states = results()
     for found, alone in zip(rows, expected[0], strict=True):
         assert (found.transpose(1, 2)[left == 0] == 7).all()
@@ -275,8 +277,8 @@ def test_other_kernels_keep_off_finished_chains(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_constants() -> None:
-    assert (_channel_hopper.SPAN, _channel_hopper.ROWS) == (kernels.SPAN.value, kernels.C.value)
-    assert _channel_hopper.HALF == kernels.HALF.value
+    assert (channel_hopper.SPAN, channel_hopper.ROWS) == (kernels.SPAN.value, kernels.C.value)
+    assert channel_hopper.HALF == kernels.HALF.value
 
 
 STRONG = {"strong gates": ((2, 200, 2, 2, 128), {"states": True}), "strong, whole chunks": ((2, 192, 2, 2, 128), {})}
@@ -302,7 +304,7 @@ def test_results_and_bits(case: str, name: str, device: str, monkeypatch: pytest
         args.append(torch.randn(N, HV, D, D, generator=dice))
     packed = {} if ends is None else {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
     incoming, change = torch.randn(args[2].shape, generator=dice), torch.randn(N, HV, D, D, generator=dice)
-    monkeypatch.setattr(_channel_hopper, "enough", lambda *_: True)
+    monkeypatch.setattr(channel_hopper, "enough", lambda *_: True)
     monkeypatch.setattr(tuning, "version", -60 - [*CASES, *STRONG].index(case))
 
     def run(impl: str, kind: torch.dtype) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import test_gates
 from ridgeline import device as devices
 from ridgeline import tuning
 from ridgeline.op import RidgelineError
-from ridgeline.ops.recurrent import _delta_chunks
+from ridgeline.ops.recurrent.triton import delta_chunks
 from test_recurrent import Held, close, everything, exact, first_state
 
 pytestmark = pytest.mark.kernels
@@ -138,12 +138,12 @@ def test_more_sequences_than_a_grid_has(device: str) -> None:
 
 def in_segments(monkeypatch: pytest.MonkeyPatch, chunks: int = 1) -> None:
     monkeypatch.setattr(tuning, "version", -1)  # no plan that another test recorded
-    monkeypatch.setattr(_delta_chunks, "span", lambda gpu, programs, most, K: chunks)
+    monkeypatch.setattr(delta_chunks, "span", lambda gpu, programs, most, K: chunks)
 
 
 def with_halvings(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(tuning, "version", -10 - most)
-    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda dtype: most)
+    monkeypatch.setattr(delta_chunks, "most_halvings", lambda dtype: most)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -217,11 +217,11 @@ def test_shared_memory_of_backward(dtype: torch.dtype, device: str, monkeypatch:
     for kind in KINDS:
         with_halvings(monkeypatch, 6)
         monkeypatch.setattr(tuning, "version", -2)
-        monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 2)
+        monkeypatch.setattr(delta_chunks, "part", lambda chunks, size: 2)
         shared = results(kind)
         monkeypatch.setattr(tuning, "version", -3)
-        monkeypatch.setattr(_delta_chunks, "part", lambda chunks, size: 0)
-        monkeypatch.setattr(_delta_chunks, "_in", lambda *_: None)
+        monkeypatch.setattr(delta_chunks, "part", lambda chunks, size: 0)
+        monkeypatch.setattr(delta_chunks, "_in", lambda *_: None)
         assert all(torch.equal(a, b) for a, b in zip(shared, results(kind), strict=True)), kind
         monkeypatch.undo()
 
@@ -240,7 +240,7 @@ def test_memory_of_backward(gate: int, most: int) -> None:
     with devices.pretend("h200"), Held() as held:
         made = dq, dk, dv, dg, dbeta, None, None, None
         inputs = q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee"
-        _delta_chunks.delta_bwd(*made, do, None, *inputs)
+        delta_chunks.delta_bwd(*made, do, None, *inputs)
     total = held.most + sum(t.nbytes for t in (o, do, dq, dk, dv, dg, dbeta))
     assert total < most << 20
 
@@ -270,7 +270,7 @@ def test_strong_gates_in_some_chunks(kind: str, packed: bool, device: str, monke
     for count in (1, 4):
         with_halvings(monkeypatch, 6)
         monkeypatch.setattr(tuning, "version", -30 - count)
-        monkeypatch.setattr(_delta_chunks, "apart", lambda gpu, grid, count=count: count)
+        monkeypatch.setattr(delta_chunks, "apart", lambda gpu, grid, count=count: count)
         found.append(everything(function, args, state, "triton", **given))
         close(found[-1], expected, 2e-3)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -17,10 +17,11 @@ import warps
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _delta_chunks, _delta_hopper
-from ridgeline.ops.recurrent import _delta_hopper_chains as chains
-from ridgeline.ops.recurrent import _delta_hopper_channels as channels
-from ridgeline.ops.recurrent import _delta_hopper_gradients as gradients
+from ridgeline.ops.recurrent.hopper import delta as delta_hopper
+from ridgeline.ops.recurrent.hopper import delta_chains as chains
+from ridgeline.ops.recurrent.hopper import delta_channels as channels
+from ridgeline.ops.recurrent.hopper import delta_gradients as gradients
+from ridgeline.ops.recurrent.triton import delta_chunks
 from ridgeline.tiles import warpgroup
 from warps import Barrier, Shared, Turns, define, language, registers
 
@@ -241,14 +242,14 @@ def on_hopper(case: str, by_channel: bool, monkeypatch: pytest.MonkeyPatch) -> N
     """Calls are served as on Hopper, in float16 with gates per channel, too."""
     given = CASES[case][1]
     monkeypatch.setattr(tuning, "version", -200 - 100 * by_channel - list(CASES).index(case))
-    monkeypatch.setattr(_delta_chunks, "span", lambda *_: given.get("span", 0))
-    monkeypatch.setattr(_delta_chunks, "part", lambda *_: given.get("part", 0))
-    tiles = _delta_chunks.Tiles(64, 128, 64, 32 if by_channel else 128, (4, 4, 4), (1, 1))
-    monkeypatch.setattr(_delta_chunks, "delta_tiles", lambda *_: tiles)
-    monkeypatch.setattr(_delta_chunks, "most_halvings", lambda _: 12)
-    monkeypatch.setattr(_delta_hopper, "serves", lambda *_: True)
-    monkeypatch.setattr(_delta_hopper, "serves_channels", lambda call, grads: grads.q.dtype == KIND)
-    monkeypatch.setattr(_delta_hopper, "launch", start)
+    monkeypatch.setattr(delta_chunks, "span", lambda *_: given.get("span", 0))
+    monkeypatch.setattr(delta_chunks, "part", lambda *_: given.get("part", 0))
+    tiles = delta_chunks.Tiles(64, 128, 64, 32 if by_channel else 128, (4, 4, 4), (1, 1))
+    monkeypatch.setattr(delta_chunks, "delta_tiles", lambda *_: tiles)
+    monkeypatch.setattr(delta_chunks, "most_halvings", lambda _: 12)
+    monkeypatch.setattr(delta_hopper, "serves", lambda *_: True)
+    monkeypatch.setattr(delta_hopper, "serves_channels", lambda call, grads: grads.q.dtype == KIND)
+    monkeypatch.setattr(delta_hopper, "launch", start)
     monkeypatch.setattr(warps.Registers, "type", SimpleNamespace(layout=SimpleNamespace(instr_shape=[16, 32, 16])))
 
 

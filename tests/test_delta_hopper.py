@@ -16,7 +16,8 @@ from ridgeline import boundary, tuning
 from ridgeline import device as devices
 from ridgeline.lab.analysis import inspect
 from ridgeline.op import get
-from ridgeline.ops.recurrent import _delta_chunks, _delta_hopper
+from ridgeline.ops.recurrent.hopper import delta as delta_hopper
+from ridgeline.ops.recurrent.triton import delta_chunks
 from ridgeline.replay import Recorder
 
 FACTOR = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
@@ -37,7 +38,7 @@ def started(
     seen: list[boundary.Launch] = []
     with devices.pretend(card), boundary.observe(seen.append):
         made = dq, dk, dv, dg, dbeta, None, None, None
-        _delta_chunks.delta_bwd(*made, do, None, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
+        delta_chunks.delta_bwd(*made, do, None, q, k, v, g, beta, None, None, None, None, True, 1.0, "ieee")
     return {launch.kernel.__name__ for launch in seen}
 
 
@@ -67,11 +68,11 @@ def test_packed_and_cut_sequences_with_a_gate_per_channel_are_left() -> None:
     call = SimpleNamespace(a=None, q=rows, k=rows, v=rows, g=rows, ends=None)
     packed = SimpleNamespace(**vars(call) | {"ends": torch.tensor([0, 4096, 8192])})
     with devices.pretend("h200"):
-        assert _delta_hopper.serves(call)
-        assert not _delta_hopper.serves(packed)
-        assert not _delta_hopper.serves(call, segments=3)
+        assert delta_hopper.serves(call)
+        assert not delta_hopper.serves(packed)
+        assert not delta_hopper.serves(call, segments=3)
         packed.g = gate
-        assert _delta_hopper.serves(packed, segments=3)
+        assert delta_hopper.serves(packed, segments=3)
 
 
 @pytest.mark.kernels
@@ -83,7 +84,7 @@ def test_backward_is_repeated(dense: bool) -> None:
     do = torch.zeros_like(v) if dense else torch.zeros(1, dtype=torch.bfloat16).expand(v.shape)
     tensors = dq, dk, dv, dg, dbeta, None, None, None, do, None, q, k, v, g, beta, None, None, None, None
     with devices.pretend("h200"), Recorder(tensors) as watch:
-        _delta_chunks.delta_bwd(*tensors, True, 1.0, "ieee")
+        delta_chunks.delta_bwd(*tensors, True, 1.0, "ieee")
     assert watch.repeatable
 
 
@@ -158,7 +159,7 @@ def test_results_and_bits(
         return torch.randn(shape, device=device, generator=dice)
 
     monkeypatch.setattr(tuning, "version", -40 - 100 * len(gate) - list(CASES).index(case))
-    monkeypatch.setattr(_delta_chunks, "span", lambda *_: given.get("span", 0))
+    monkeypatch.setattr(delta_chunks, "span", lambda *_: given.get("span", 0))
     ends = given.get("ends")
     cu_seqlens = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
     N = B if ends is None else len(ends) - 1
@@ -201,6 +202,6 @@ def test_near_the_other_kernels(device: str, monkeypatch: pytest.MonkeyPatch) ->
 
     ours = run()
     monkeypatch.setattr(tuning, "version", -50)
-    monkeypatch.setattr(_delta_hopper, "serves", lambda *_: False)
+    monkeypatch.setattr(delta_hopper, "serves", lambda *_: False)
     for one, other in zip(ours, run(), strict=True):
         assert (one.double() - other.double()).norm() < 1e-3 * other.double().norm()

@@ -17,7 +17,7 @@ import test_recurrent
 from ridgeline.boundary import INTERPRETED
 from ridgeline.lab import Law
 from ridgeline.op import Spec, get
-from ridgeline.ops.recurrent._scan import to_tf32
+from ridgeline.ops.recurrent.triton.scan import to_tf32
 
 KINDS = {
     "per head": ("gated_linear_attention", "head"),

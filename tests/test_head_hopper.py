@@ -18,22 +18,17 @@ from ridgeline import device as devices
 from ridgeline.cuda import TensorMap
 from ridgeline.lab import Law
 from ridgeline.op import Spec, get
-from ridgeline.ops.recurrent import (
-    _delta_hopper_gradients,
-    _head_hopper,
-    _head_hopper_chains,
-    _head_hopper_keys,
-    _head_hopper_tiles,
-)
-from ridgeline.ops.recurrent._head_hopper_gates import Parts, join_gates
-from ridgeline.ops.recurrent._scan import Rows
+from ridgeline.ops.recurrent.hopper import delta_gradients, head_chains, head_keys, head_tiles
+from ridgeline.ops.recurrent.hopper import heads as head_hopper
+from ridgeline.ops.recurrent.hopper.head_gates import Parts, join_gates
+from ridgeline.ops.recurrent.triton.scan import Rows
 from ridgeline.select import select
 from ridgeline.tiles import warpgroup
 from warps import Barrier, Pointer, Shared, Turns, define, language, registers
 
 pytestmark = pytest.mark.kernels
 FACTOR = {torch.bfloat16: 1.2e-2, torch.float16: 1.5e-3}
-ROWS, WIDTH = _head_hopper.ROWS, _head_hopper.WIDTH
+ROWS, WIDTH = head_hopper.ROWS, head_hopper.WIDTH
 REFUSAL: Any = get("gated_linear_attention").implementations["gluon"].supports
 
 
@@ -50,8 +45,8 @@ def started(gate: bool, heads: int = 16, card: str = "h200") -> list[boundary.La
     seen: list[boundary.Launch] = []
     inputs = q, q, v, g, None, None, None, 1.0, "ieee"
     with devices.pretend(card), boundary.observe(seen.append):
-        _head_hopper.fwd(v, last, *inputs)
-        _head_hopper.bwd(dq, torch.empty_like(dq), v, dg, None, None, v, None, *inputs)
+        head_hopper.fwd(v, last, *inputs)
+        head_hopper.bwd(dq, torch.empty_like(dq), v, dg, None, None, v, None, *inputs)
     return seen
 
 
@@ -98,7 +93,7 @@ def test_a_gradient_that_begins_anywhere() -> None:
     inputs = rows, rows, rows, None, None, None, None, 1.0, "ieee"
     with devices.pretend("h200"), boundary.observe(lambda launch: None):
         for do in (shifted, rows[:, :1].expand(rows.shape)):
-            _head_hopper.bwd(*[torch.empty_like(rows) for _ in "qkv"], None, None, None, do, None, *inputs)
+            head_hopper.bwd(*[torch.empty_like(rows) for _ in "qkv"], None, None, None, do, None, *inputs)
 
 
 def chunk_parts(q: Any, k: Any, v: Any, g: Any, do: Any, first: Any, dlast: Any) -> tuple[Any, ...]:
@@ -200,8 +195,8 @@ class Tile(Shared):
 def names_of(turns: Turns, program: int, module: Any) -> dict[str, Any]:
     """The names that a kernel's source uses."""
     names, tile = language(turns), type("Tile", (Tile,), {"turns": turns})
-    define(names, warpgroup, _delta_hopper_gradients, _head_hopper_tiles, module)
-    names |= {n: x.value for n, x in vars(_head_hopper_tiles).items() if n.isupper()} | {"FAR": TensorMap.FAR}
+    define(names, warpgroup, delta_gradients, head_tiles, module)
+    names |= {n: x.value for n, x in vars(head_tiles).items() if n.isupper()} | {"FAR": TensorMap.FAR}
 
     def read(p: Pointer, mask: Any = None, other: Any = 0.0) -> torch.Tensor:
         at = torch.as_tensor(p.at)
@@ -270,14 +265,14 @@ def as_python(monkeypatch: pytest.MonkeyPatch, seed: int, device: str) -> None:
             boundary.launch(kernel, grid, there, gate, *rest[1:], **facts)
             scan.dg.copy_(there.dg)
             return
-        module = _head_hopper_chains if kernel is _head_hopper_chains.walk_heads else _head_hopper_keys
+        module = head_chains if kernel is head_chains.walk_heads else head_keys
         given = {n: facts[n] for n in ("STAGES", "TURNED") if n in facts}
         for program in range(grid[0]):
             names = names_of(Turns(random.Random(100 * seed + program)), program, module)
             maps = rest[0]._make([map_of(m, names["tile"]) for m in rest[0]])
             names[kernel.__name__](scan._make(map(whole, scan)), maps, *rest[1:], **given)
 
-    monkeypatch.setattr(_head_hopper, "launch", launch)
+    monkeypatch.setattr(head_hopper, "launch", launch)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -305,8 +300,8 @@ def test_results_as_python(
     dv, dfirst = torch.empty_like(v), None if first is None else torch.empty_like(first)
     dg = None if g is None else torch.empty(B, T, HV)
     as_python(monkeypatch, seed, device)
-    _head_hopper.fwd(o, last, *inputs)
-    _head_hopper.bwd(dq, dk, dv, dg, None, dfirst, do, dlast, *inputs)
+    head_hopper.fwd(o, last, *inputs)
+    head_hopper.bwd(dq, dk, dv, dg, None, dfirst, do, dlast, *inputs)
     leaves = [t if t is None else t.double().requires_grad_() for t in (q, k, v, g, first)]
     options = {"initial_state": leaves[4], "cu_seqlens": cu_seqlens, "return_state": True, "scale": 128**-0.5}
     function: Any = ridgeline.linear_attention if g is None else ridgeline.gated_linear_attention
@@ -332,7 +327,7 @@ def test_the_gradient_of_a_gate_that_forgets(
     inputs = q, k, v, g, None, None, None, 1.0, "ieee"
     dg = torch.empty_like(g)
     as_python(monkeypatch, token, device)
-    _head_hopper.bwd(*[torch.empty_like(q) for _ in "qkv"], dg, None, None, do, None, *inputs)
+    head_hopper.bwd(*[torch.empty_like(q) for _ in "qkv"], dg, None, None, do, None, *inputs)
     leaf = g.double().requires_grad_()
     o = ridgeline.gated_linear_attention(q.double(), k.double(), v.double(), leaf, scale=1.0, impl="naive")
     (true,) = torch.autograd.grad(o, leaf, do.double())
@@ -414,7 +409,7 @@ def test_long_sequences_keep_the_law(dtype: torch.dtype, T: int, gates: str, dev
 
 
 def test_chunks_are_those_of_the_kernels() -> None:
-    from ridgeline.ops.recurrent import _head_hopper_gates as gates
-    from ridgeline.ops.recurrent import _head_hopper_tiles as tiles
+    from ridgeline.ops.recurrent.hopper import head_gates as gates
+    from ridgeline.ops.recurrent.hopper import head_tiles as tiles
 
     assert (ROWS, WIDTH) == (tiles.C.value, tiles.WIDE.value) == (gates.C.value, gates.WIDE.value)

@@ -15,7 +15,10 @@ import ridgeline.device
 from ridgeline import tuning
 from ridgeline.boundary import INTERPRETED
 from ridgeline.op import get
-from ridgeline.ops.recurrent import _calls, _causal_product, _channel_chunks, _chunks, _head_chunks, ssd
+from ridgeline.ops.recurrent import ssd
+from ridgeline.ops.recurrent.common import calls
+from ridgeline.ops.recurrent.cuda import causal_product
+from ridgeline.ops.recurrent.triton import channel_chunks, chunks, head_chunks
 from ridgeline.select import select, why_not
 
 pytestmark = pytest.mark.kernels
@@ -95,7 +98,7 @@ def test_packed_sequences_equal_separate_ones(kind: str, device: str, monkeypatc
     )
     close(packed, exact(function, args, state, cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device)))
     monkeypatch.setattr(tuning, "version", -1)
-    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (1, -(-tokens // unit) * unit))
+    monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (1, -(-tokens // unit) * unit))
     packed = everything(
         function, args, state, "triton", cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=device)
     )
@@ -117,7 +120,7 @@ def test_segments(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> No
     function, args = inputs(kind, 1, 43, device)
     state = first_state(1, device)
     monkeypatch.setattr(tuning, "version", -1)
-    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+    monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
     close(everything(function, args, state, "triton"), exact(function, args, state))
     args = [a[:, :20] if a.dim() > 2 else a for a in args]
     ends = torch.tensor([0, 0, 17, 20], dtype=torch.int32, device=device)
@@ -196,14 +199,14 @@ def test_roles_of_the_causal_product_on_cuda_cores() -> None:
     q, k, v, state = (t.detach() for t in leaves)
     o, last, made = torch.empty_like(v), torch.empty_like(state), [torch.empty_like(t) for t in leaves]
     inputs = q, k, v, None, None, state, None, 0.7, "ieee"
-    _causal_product.fwd(plain_product, o, last, *inputs)
-    _causal_product.bwd(plain_product, *made[:3], None, None, made[3], do, dlast, *inputs)
+    causal_product.fwd(plain_product, o, last, *inputs)
+    causal_product.bwd(plain_product, *made[:3], None, None, made[3], do, dlast, *inputs)
     for found, right in zip((o, last, *made), (*wanted, *grads), strict=True):
         torch.testing.assert_close(found, right)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("impl", list(_causal_product.WAYS))
+@pytest.mark.parametrize("impl", list(causal_product.WAYS))
 @pytest.mark.parametrize(("T", "K", "V"), [(1, 32, 64), (37, 64, 64), (500, 128, 32), (130, 96, 128)])
 @pytest.mark.parametrize("stated", [False, True])
 def test_the_causal_product_on_cuda_cores(impl: str, T: int, K: int, V: int, stated: bool, device: str) -> None:
@@ -254,7 +257,7 @@ def test_a_gate_per_channel_in_half_precision(
         state = first_state(4, device)
     if "segments" in case:
         monkeypatch.setattr(tuning, "version", -1)
-        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+        monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
     found, again = (everything(function, args, state, "triton", **given) for _ in range(2))
     close(found, exact(function, args, state, **given), 3e-3)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
@@ -269,7 +272,7 @@ def test_chunks_whose_pairs_are_one_product(
     short one. bfloat16 does so by itself; float16 has room for a few halvings only."""
     function, args = inputs(kind, 1, 41, device, low)
     args = [a.half() for a in args]
-    monkeypatch.setattr(_channel_chunks, "span", lambda dtype: 9)
+    monkeypatch.setattr(channel_chunks, "span", lambda dtype: 9)
     found = everything(function, args, first_state(1, device), "triton")
     close(found, exact(function, args, first_state(1, device)), 3e-3)
     for T in (32, 37):  # and in a short chunk's first half
@@ -292,7 +295,7 @@ def stay_in_memory(kind: str, case: str, impl: str, bound: float, monkeypatch: p
         given = {"cu_seqlens": torch.tensor([0, 17, 17, 19, 41], dtype=torch.int32)}
         state = first_state(4, "cpu")
         monkeypatch.setattr(tuning, "version", -1)
-        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+        monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
     with bounds.strict():
         found = everything(function, args, state, impl, **given)
     close(found, exact(function, args, state, **given), bound)
@@ -328,7 +331,7 @@ def test_all_chunks_side_by_side(kind: str, case: str, device: str, monkeypatch:
         state = first_state(4, device)
     if "segments" in case:
         monkeypatch.setattr(tuning, "version", -1)
-        monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
+        monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (-(-tokens // unit), unit))
     found, again = (everything(function, args, state, "triton_chunks", **given) for _ in range(2))
     close(found, exact(function, args, state, **given), 1e-3)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
@@ -341,7 +344,7 @@ def test_packed_sequences_side_by_side_equal_separate_ones(
     function, args = inputs(kind, 1, 63, device)
     args, state, ends = [a.half() for a in args], first_state(4, device), [0, 37, 37, 39, 63]
     monkeypatch.setattr(tuning, "version", -1)
-    monkeypatch.setattr(_chunks, "segments", lambda gpu, programs, tokens, unit: (1, -(-tokens // unit) * unit))
+    monkeypatch.setattr(chunks, "segments", lambda gpu, programs, tokens, unit: (1, -(-tokens // unit) * unit))
     given = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32, device=device)}
     leaves = [a.detach().requires_grad_() for a in args]
     o, last = function(*leaves, initial_state=state, return_state=True, impl="triton_chunks", **given)
@@ -374,11 +377,11 @@ def test_each_tokens_factor_of_v(skip: bool, device: str) -> None:
     expected, final = function(*own, scale=K**-0.5, return_state=True, impl="naive")
     expected = expected + leaves[2] * leaves[4].unsqueeze(-1) * skip
     do = torch.randn(expected.shape, device=device, generator=torch.Generator(device).manual_seed(1)).half()
-    call = _chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee", step, factor if skip else None)
+    call = chunks.Call(q, k, v, g, None, None, None, K**-0.5, "ieee", step, factor if skip else None)
     o, last = torch.empty_like(v), torch.empty(1, 4, K, V, device=device)
-    _head_chunks.forward(o, last, call)
+    head_chunks.forward(o, last, call)
     grads = [torch.empty(t.shape, device=device) for t in leaves]
-    _head_chunks.backward((*grads[:4], grads[4] if skip else None, grads[5], None), do, None, call)
+    head_chunks.backward((*grads[:4], grads[4] if skip else None, grads[5], None), do, None, call)
     exact_ones = torch.autograd.grad(expected, leaves, do.double())
     if not skip:
         exact_ones[4].copy_(grads[4].fill_(0))
@@ -481,10 +484,10 @@ def test_which_parts_of_gradients_are_bfloat16() -> None:
         (1, 64, torch.float32, torch.float32),
     ):  # fmt: skip
         grad = torch.empty(2, 5, shared, 16, dtype=dtype, device="meta")
-        parts = _calls.parts_of(grad, heads, dtype)
+        parts = calls.parts_of(grad, heads, dtype)
         assert (parts.shape, parts.dtype) == ((2, 5, heads, 16), wanted), (shared, heads, dtype)
-        assert _calls.parts_of(grad, heads).dtype == torch.float32  # no dtype given
-        assert _calls.parts_of(grad, shared, dtype) is grad
+        assert calls.parts_of(grad, heads).dtype == torch.float32  # no dtype given
+        assert calls.parts_of(grad, shared, dtype) is grad
 
 
 def test_what_all_chunks_side_by_side_refuse(device: str) -> None:

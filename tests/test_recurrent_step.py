@@ -9,7 +9,7 @@ import torch
 
 import ridgeline
 from ridgeline.op import get
-from ridgeline.ops.recurrent._step import Token, start
+from ridgeline.ops.recurrent.triton.step import Token, start
 
 pytestmark = pytest.mark.kernels
 

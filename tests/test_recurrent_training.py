@@ -112,7 +112,7 @@ def test_own_weights_guard_no_number_of_chunks(monkeypatch: pytest.MonkeyPatch) 
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     from ridgeline import boundary, device
-    from ridgeline.ops.recurrent import _channel_chunks, _chunks
+    from ridgeline.ops.recurrent.triton import channel_chunks, chunks
 
     card = device.known("sm_90")
     monkeypatch.setattr(device, "of", lambda tensor: card)
@@ -120,14 +120,14 @@ def test_own_weights_guard_no_number_of_chunks(monkeypatch: pytest.MonkeyPatch) 
     context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.DYNAMIC, DimDynamic.STATIC, DimDynamic.STATIC])
     mode = FakeTensorMode(shape_env=env)
     q = mode.from_tensor(torch.zeros(3, 37, 2, 16), symbolic_context=context)
-    facts: dict = dict.fromkeys(_chunks.Call._fields)
-    call = _chunks.Call(**facts | {"q": q, "k": q, "v": q, "g": q})
+    facts: dict = dict.fromkeys(chunks.Call._fields)
+    call = chunks.Call(**facts | {"q": q, "k": q, "v": q, "g": q})
     with mode:
-        plan = _channel_chunks.prepare(call)
+        plan = channel_chunks.prepare(call)
         before = len(env.guards)
         boundary._trace.on = True
         try:
-            made = _channel_chunks.own_weights(plan)
+            made = channel_chunks.own_weights(plan)
         finally:
             boundary._trace.on = False
     assert made.q.dim() == 4

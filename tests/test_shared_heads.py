@@ -19,17 +19,13 @@ from ridgeline.boundary import INTERPRETED
 from ridgeline.cuda import TensorMap
 from ridgeline.lab import Law
 from ridgeline.op import Spec, get
-from ridgeline.ops.recurrent import (
-    _calls,
-    _delta_hopper_gradients,
-    _head_chunks,
-    _shared_heads,
-    _shared_heads_plan,
-    ssd,
-)
-from ridgeline.ops.recurrent import _shared_heads_hopper as outputs
-from ridgeline.ops.recurrent import _shared_heads_keys as keys
-from ridgeline.ops.recurrent._chunks import Call
+from ridgeline.ops.recurrent import ssd
+from ridgeline.ops.recurrent.common import calls
+from ridgeline.ops.recurrent.hopper import delta_gradients, shared_heads, shared_plan
+from ridgeline.ops.recurrent.hopper import shared_keys as keys
+from ridgeline.ops.recurrent.hopper import shared_outputs as outputs
+from ridgeline.ops.recurrent.triton import head_chunks
+from ridgeline.ops.recurrent.triton.chunks import Call
 from ridgeline.tiles import warpgroup
 from warps import Barrier, Pointer, Shared, Turns, define, language, registers
 
@@ -47,7 +43,7 @@ class Tile(Shared):
 def names_of(turns: Turns, program: tuple[int, int]) -> dict[str, Any]:
     """The names that the kernels' sources use."""
     names = language(turns)
-    define(names, warpgroup, _delta_hopper_gradients, outputs, keys)
+    define(names, warpgroup, delta_gradients, outputs, keys)
     names |= {n: x.value for n, x in vars(outputs).items() if n.isupper()} | {"FAR": TensorMap.FAR}
 
     def read(p: Pointer, mask: Any = None, other: Any = 0.0) -> torch.Tensor:
@@ -122,23 +118,23 @@ def test_results_as_python(ends: Any, units: int, device: str, monkeypatch: pyte
     v, g, step = normal(B, T, H, 64), -normal(B, T, H).abs(), normal(B, T, H).abs()
     leaves = [t.double().requires_grad_() for t in (q, k, v, g, step, normal(H), normal(N, H, 128, 64))]
     Q, KEY, X, G, S, D, first = leaves
-    around = _calls.Given(first, True, given, False, None)
-    want, kept = _calls.recurrence(Q, KEY, X * S[..., None], G, None, around, 0.7)
+    around = calls.Given(first, True, given, False, None)
+    want, kept = calls.recurrence(Q, KEY, X * S[..., None], G, None, around, 0.7)
     want = want + D[:, None] * X
     do, dlast = normal(*want.shape), normal(*kept.shape)
     grads = torch.autograd.grad((want, kept), leaves, (do.double(), dlast.double()))
-    for module in (_shared_heads, _shared_heads_plan):
+    for module in (shared_heads, shared_plan):
         monkeypatch.setattr(module, "launch", start)
     one = {"num_warps": 4, "num_stages": 1}
-    tiles = _head_chunks.HeadTiles(64, outputs.HALF.value, 2, one, one, one, one)
-    monkeypatch.setattr(_head_chunks, "head_tiles", lambda *_: tiles)
+    tiles = head_chunks.HeadTiles(64, outputs.HALF.value, 2, one, one, one, one)
+    monkeypatch.setattr(head_chunks, "head_tiles", lambda *_: tiles)
     card = dataclasses.replace(ridgeline.device.CPU, multiprocessors=units)
     monkeypatch.setattr(ridgeline.device, "of", lambda t: card)
     call = Call(q, k, v, g, None, first.detach().float(), given, 0.7, "ieee", step, D.detach().float())
     o, last, made = torch.empty_like(v), torch.empty_like(call.first), [torch.empty(t.shape) for t in leaves]
-    _shared_heads.forward(o, last, call)
+    shared_heads.forward(o, last, call)
     dq, dk, dv, dg, dstep, dD, dfirst = made
-    _shared_heads.backward((dq, dk, dv, dg, dD, dstep, dfirst), do, dlast, call)
+    shared_heads.backward((dq, dk, dv, dg, dD, dstep, dfirst), do, dlast, call)
     for found, right in zip((o, last, *made), (want, kept, *grads), strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-4)
 
@@ -155,8 +151,8 @@ def test_calls_that_they_take() -> None:
         gate = torch.empty(2, 600, heads)
         inputs = q, k, v, gate, gate, None, None, None, 1.0, "ieee"
         calls = (v, gate, gate[0, 0], k, q), (q, k, v), inputs
-        found = {_shared_heads.refusal(*args) for args in calls} - {None}
-        return str(_shared_heads.refusal(do, None, *inputs)) if not found else found.pop()
+        found = {shared_heads.refusal(*args) for args in calls} - {None}
+        return str(shared_heads.refusal(do, None, *inputs)) if not found else found.pop()
 
     assert reason() == reason(step=8) == reason(16, 2) == "None"
     for wrong, why in (

@@ -22,9 +22,9 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import INTERPRETED, Function, differentiate, early, first_order, kernel_op, launch
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, dense_only, nbytes, readable
-from ridgeline.ops.recurrent import _short_conv_cuda
-from ridgeline.ops.recurrent._calls import Found, stepped
-from ridgeline.ops.recurrent._short_conv import (
+from ridgeline.ops.recurrent.common.calls import Found, stepped
+from ridgeline.ops.recurrent.cuda import short_conv as short_conv_cuda
+from ridgeline.ops.recurrent.triton.short_conv import (
     Filters,
     Line,
     Pieces,
@@ -422,10 +422,10 @@ OP.kernel(
     "cuda",
     "16 bytes a thread, copied rows ahead into shared memory that no other thread reads",
     kind="cuda",
-    fwd=_short_conv_cuda.forward,
-    bwd=partial(_short_conv_cuda.backward, add_up=add_up),
-    supports=_short_conv_cuda.unfit,
-    unless=_short_conv_cuda.too_few,
+    fwd=short_conv_cuda.forward,
+    bwd=partial(short_conv_cuda.backward, add_up=add_up),
+    supports=short_conv_cuda.unfit,
+    unless=short_conv_cuda.too_few,
     dtypes=("float16", "bfloat16"),
     arch=80,
     served=True,

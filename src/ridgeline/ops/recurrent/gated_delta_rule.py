@@ -3,7 +3,7 @@
     S' = diag(e^{g_t}) S_{t-1}        S_t = S' + beta_t k_t (v_t - S'^T k_t)^T        o_t = scale S_t^T q_t
 
 g is a number per head (Gated DeltaNet) or per channel of k (Kimi Delta Attention).
-Chunks are solved as triangular systems; `_delta.py` has the equations.
+Chunks are solved as triangular systems; `triton/delta.py` has the equations.
 Sources: Yang, Kautz and Hatamizadeh, Gated delta networks, 2024 (arXiv:2412.06464); Kimi Team, Kimi Linear, 2025
 (arXiv:2510.26692).
 """
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, RidgelineError, Spec
-from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import Found, Given, engine
-from ridgeline.ops.recurrent._delta_calls import (
+from ridgeline.ops.recurrent.common.arguments import Decay, check
+from ridgeline.ops.recurrent.common.calls import Found, Given, engine
+from ridgeline.ops.recurrent.common.delta_calls import (
     DELTA_IDEA,
     DELTA_KERNEL,
     Delta,
@@ -85,14 +85,6 @@ def cost(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **given: Any
 ) -> tuple[Any, Any]:  # fmt: skip
     return delta_cost(Delta(q, k, v, g, beta), given)
-
-
-class Decay(Spec):
-    """Random logarithms of decays, from about -1 to 0."""
-
-    def make(self, *args: Any) -> torch.Tensor:
-        made = super().make(*args)
-        return torch.nn.functional.logsigmoid(made.detach() + 2).requires_grad_(made.requires_grad)
 
 
 class Beta(Spec):

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _head_chunks, _head_hopper
-from ridgeline.ops.recurrent._arguments import Decay, check
-from ridgeline.ops.recurrent._calls import (
+from ridgeline.ops.recurrent.common.arguments import Decay, check
+from ridgeline.ops.recurrent.common.calls import (
     IDEA,
     KERNEL,
     Found,
@@ -28,6 +27,8 @@ from ridgeline.ops.recurrent._calls import (
     recurrence,
     served,
 )
+from ridgeline.ops.recurrent.hopper import heads as head_hopper
+from ridgeline.ops.recurrent.triton import head_chunks
 from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
@@ -131,10 +132,10 @@ OP = Op(
 OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel(
-    "triton_chunks", _head_chunks.IDEA, served=True, unless=_head_chunks.left_of_gates,
-    **_head_chunks.KERNEL | {"supports": per_head(_head_chunks.refusal)},
+    "triton_chunks", head_chunks.IDEA, served=True, unless=head_chunks.left_of_gates,
+    **head_chunks.KERNEL | {"supports": per_head(head_chunks.refusal)},
 )  # fmt: skip
 OP.kernel(
-    "gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates),
-    **_head_hopper.KERNEL | {"supports": per_head(_head_hopper.refusal)},
+    "gluon", head_hopper.IDEA, unless=head_hopper.left(head_chunks.left_of_gates),
+    **head_hopper.KERNEL | {"supports": per_head(head_hopper.refusal)},
 )  # fmt: skip

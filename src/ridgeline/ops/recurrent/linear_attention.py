@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent import _causal_product, _head_chunks, _head_hopper
-from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import (
+from ridgeline.ops.recurrent.common.arguments import check
+from ridgeline.ops.recurrent.common.calls import (
     IDEA,
     KERNEL,
     Found,
@@ -29,6 +28,9 @@ from ridgeline.ops.recurrent._calls import (
     recurrence,
     served,
 )
+from ridgeline.ops.recurrent.cuda import causal_product
+from ridgeline.ops.recurrent.hopper import heads as head_hopper
+from ridgeline.ops.recurrent.triton import head_chunks
 from ridgeline.select import by_kind
 
 Maybe = torch.Tensor | None
@@ -101,9 +103,9 @@ for name, idea in (
     ("cuda_registers", "the state in registers; q and k come into shared memory once, and from there by 16 bytes"),
     ("cuda_segments", "segments of a sequence side by side; two lanes share two columns and half as many loads"),
 ):
-    way = _causal_product.WAYS[name]
-    fwd, bwd = partial(_causal_product.fwd, way), partial(_causal_product.bwd, way)
-    OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=_causal_product.unfit, dtypes=("float32",))
+    way = causal_product.WAYS[name]
+    fwd, bwd = partial(causal_product.fwd, way), partial(causal_product.bwd, way)
+    OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)
-OP.kernel("triton_chunks", _head_chunks.IDEA, **_head_chunks.KERNEL)
-OP.kernel("gluon", _head_hopper.IDEA, unless=_head_hopper.left(_head_chunks.left_of_gates), **_head_hopper.KERNEL)
+OP.kernel("triton_chunks", head_chunks.IDEA, **head_chunks.KERNEL)
+OP.kernel("gluon", head_hopper.IDEA, unless=head_hopper.left(head_chunks.left_of_gates), **head_hopper.KERNEL)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent._arguments import Decay, check
-from ridgeline.ops.recurrent._calls import (
+from ridgeline.ops.recurrent.common.arguments import Decay, check
+from ridgeline.ops.recurrent.common.calls import (
     IDEA,
     KERNEL,
     Found,

@@ -2,7 +2,7 @@
 
     S_t = diag(e^{w_t}) S_{t-1} + b_t (a_t^T S_{t-1}) + k_t v_t^T        o_t = scale S_t^T r_t
 
-Chunks are solved as triangular systems; `_delta.py` has the equations.
+Chunks are solved as triangular systems; `triton/delta.py` has the equations.
 Source: Peng et al., RWKV-7 "Goose" with expressive dynamic state evolution, 2025 (arXiv:2503.14456).
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ridgeline.op import Case, Op, Spec
-from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import Found, Given, engine
-from ridgeline.ops.recurrent._delta_calls import (
+from ridgeline.ops.recurrent.common.arguments import check
+from ridgeline.ops.recurrent.common.calls import Found, Given, engine
+from ridgeline.ops.recurrent.common.delta_calls import (
     DELTA_IDEA,
     DELTA_KERNEL,
     Delta,

@@ -17,9 +17,8 @@ import torch.nn.functional as F
 
 from ridgeline.boundary import kernel_op, tracing
 from ridgeline.op import Case, Cost, Op, RidgelineError, Spec, get, nbytes
-from ridgeline.ops.recurrent import _shared_heads
-from ridgeline.ops.recurrent._arguments import check
-from ridgeline.ops.recurrent._calls import (
+from ridgeline.ops.recurrent.common.arguments import check
+from ridgeline.ops.recurrent.common.calls import (
     IDEA,
     Found,
     Given,
@@ -35,9 +34,10 @@ from ridgeline.ops.recurrent._calls import (
     refusal,
     stepped,
 )
-from ridgeline.ops.recurrent._calls import cost as gated_cost
-from ridgeline.ops.recurrent._chunks import Call, backward, forward
-from ridgeline.ops.recurrent._step import Mamba, Token, start
+from ridgeline.ops.recurrent.common.calls import cost as gated_cost
+from ridgeline.ops.recurrent.hopper import shared_heads
+from ridgeline.ops.recurrent.triton.chunks import Call, backward, forward
+from ridgeline.ops.recurrent.triton.step import Mamba, Token, start
 from ridgeline.select import by_kind, eager, select
 
 Maybe = torch.Tensor | None
@@ -179,7 +179,7 @@ def _pairs(
 def _refusal_of_pairs(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
     if cu_seqlens is not None:
         return "it takes no packed sequences"
-    B, T, H = _shared_heads.rows_of(*args)[2].shape[:3]
+    B, T, H = shared_heads.rows_of(*args)[2].shape[:3]
     pairs = B * T * H * T
     return f"it holds at most {PAIRS} pairs of tokens, got {pairs}" if pairs > PAIRS else None
 
@@ -216,29 +216,29 @@ def _bwd(
 
 
 def _chunks_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    _shared_heads.unshared.forward(o, last, _call(*inputs))
+    shared_heads.unshared.forward(o, last, _call(*inputs))
 
 
 def _chunks_bwd(
     dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
 ) -> None:
-    _shared_heads.unshared.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+    shared_heads.unshared.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
 
 
 def _shared_fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    _shared_heads.forward(o, last, _call(*inputs))
+    shared_heads.forward(o, last, _call(*inputs))
 
 
 def _shared_bwd(
     dC: Any, dB: Any, dx: Any, dg: Any, dstep: Any, dD: Any, dfirst: Any, do: Any, dlast: Maybe, *inputs: Any
 ) -> None:
-    _shared_heads.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
+    shared_heads.backward((dC, dB, dx, dg, dD, dstep, dfirst), do, dlast, _call(*inputs))
 
 
 def _left(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
     """Which calls `triton_chunks` leaves to `triton`, by what `rows_of` takes."""
     ends = cu_seqlens if len(args) < 10 else args[-3]
-    return _shared_heads.unshared.left(_shared_heads.rows_of(*args)[2], ends)
+    return shared_heads.unshared.left(shared_heads.rows_of(*args)[2], ends)
 
 
 class Negative(Spec):
@@ -282,10 +282,10 @@ OP.eager("naive", "the recurrence, a token at a time", reference, served=True)
 OP.eager("torch", "all pairs of tokens at once, as attention without softmax", _pairs, supports=_refusal_of_pairs)
 OP.kernel("triton", IDEA, kind="triton", fwd=_fwd, bwd=_bwd, supports=refusal, served=True, gain=2.0)
 OP.kernel(
-    "triton_chunks", _shared_heads.unshared.IDEA, served=True, unless=_left,
-    **_shared_heads.unshared.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd},
+    "triton_chunks", shared_heads.unshared.IDEA, served=True, unless=_left,
+    **shared_heads.unshared.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd},
 )  # fmt: skip
 OP.kernel(  # not served: no GPU has held it to the law yet
-    "gluon_chunks", _shared_heads.IDEA, supports=_shared_heads.refusal, **_shared_heads.KERNEL,
+    "gluon_chunks", shared_heads.IDEA, supports=shared_heads.refusal, **shared_heads.KERNEL,
     fwd=_shared_fwd, bwd=_shared_bwd,
 )  # fmt: skip

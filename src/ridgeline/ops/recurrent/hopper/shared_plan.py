@@ -10,11 +10,11 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _chunks, _head_chunks
-from ridgeline.ops.recurrent._chunks import mapped as mapped  # for who starts these kernels
-from ridgeline.ops.recurrent._chunks import rows_map
-from ridgeline.ops.recurrent._shared_heads_hopper import HeadJob
-from ridgeline.ops.recurrent._shared_heads_numbers import TokenGrads, join_rows, write_numbers
+from ridgeline.ops.recurrent.hopper.shared_numbers import TokenGrads, join_rows, write_numbers
+from ridgeline.ops.recurrent.hopper.shared_outputs import HeadJob
+from ridgeline.ops.recurrent.triton import chunks, head_chunks
+from ridgeline.ops.recurrent.triton.chunks import mapped as mapped  # for who starts these kernels
+from ridgeline.ops.recurrent.triton.chunks import rows_map
 
 Maybe = torch.Tensor | None
 ROWS, HALF, K, V = 128, 64, 128, 64  # of a chunk and its blocks; columns
@@ -25,16 +25,16 @@ TILE = 8  # heads at a time in the kernels of numbers
 class Shared(NamedTuple):
     """What the kernels of a call share."""
 
-    call: _chunks.Call
-    plan: Any  # of `_head_chunks.py`, which makes the states
+    call: chunks.Call
+    plan: Any  # of `triton/head_chunks.py`, which makes the states
     room: Any  # of `plan`
     numbers: torch.Tensor
     job: HeadJob
     grid: tuple[int, int]
 
 
-def prepare(call: _chunks.Call) -> Shared:
-    plan = _head_chunks.prepare(call)
+def prepare(call: chunks.Call) -> Shared:
+    plan = head_chunks.prepare(call)
     (B, T, HV, _), H = call.v.shape, call.q.shape[2]
     room = plan.room
     share, chunks = HV // H, room.chunks
@@ -51,7 +51,7 @@ def prepare(call: _chunks.Call) -> Shared:
     return Shared(call, plan, room, numbers, job, (chunks, B * H * parts))
 
 
-def block_map(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
+def block_map(t: torch.Tensor, width: int, call: chunks.Call) -> TensorMap:
     return rows_map(t, HALF, width, call.ends is not None)
 
 

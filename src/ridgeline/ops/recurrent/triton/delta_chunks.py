@@ -10,9 +10,8 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.recurrent import _delta_hopper as hopper
-from ridgeline.ops.recurrent._at_once import gradients_at_once, low_pairs_at_once, pairs_at_once, write_double_masks
-from ridgeline.ops.recurrent._delta import (
+from ridgeline.ops.recurrent.hopper import delta as hopper
+from ridgeline.ops.recurrent.triton.delta import (
     ChunkStates,
     DeltaForm,
     Grads,
@@ -28,13 +27,19 @@ from ridgeline.ops.recurrent._delta import (
     pairs_by_channel,
     pairs_by_token,
 )
-from ridgeline.ops.recurrent._delta_channels import (
+from ridgeline.ops.recurrent.triton.delta_at_once import (
+    gradients_at_once,
+    low_pairs_at_once,
+    pairs_at_once,
+    write_double_masks,
+)
+from ridgeline.ops.recurrent.triton.delta_channels import (
     BlockMasks,
     half_gradients_by_channel,
     half_pairs_by_channel,
     write_block_masks,
 )
-from ridgeline.ops.recurrent._scan import Rows
+from ridgeline.ops.recurrent.triton.scan import Rows
 
 Maybe = torch.Tensor | None
 
@@ -109,7 +114,7 @@ class Plan(NamedTuple):
     reads: Reads
     matrices: Matrices
     masks: BlockMasks | None  # with a gate per channel in half precision
-    hopper: bool  # whether `_delta_hopper.py` goes through the chunks
+    hopper: bool  # whether `hopper/delta.py` goes through the chunks
 
 
 def _thrice(gpu: device.Device) -> str:
@@ -128,14 +133,14 @@ def most_halvings(dtype: torch.dtype) -> int:
 
 
 def half_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any]:
-    """What the kernels of `_delta_channels.py` are compiled with: their form, and on Hopper Triton's newer assembler,
+    """What the kernels of `delta_channels.py` are compiled with: their form, and on Hopper Triton's newer assembler,
     since the other one has miscompiled such a kernel with 4 warps (docs/compiler.md)."""
     facts: dict[str, Any] = {"form": form._replace(HALVINGS=most_halvings(call.v.dtype))}
     return facts | ({"assembler": "newer"} if device.of(call.v).capability == 90 else {})
 
 
 def at_once_facts(form: DeltaForm, call: DeltaCall) -> dict[str, Any] | None:
-    """With what the kernels of `_at_once.py` run where they do: on Hopper (and interpreted), in bfloat16."""
+    """With what the kernels of `delta_at_once.py` run where they do: on Hopper (and interpreted), in bfloat16."""
     gpu, most = device.of(call.v), max(form.BK, triton.next_power_of_2(form.V))
     if not most_halvings(call.v.dtype) or most > 128 or not (gpu.capability == 90 or gpu.backend == "cpu"):
         return None

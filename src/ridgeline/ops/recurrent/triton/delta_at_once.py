@@ -1,6 +1,6 @@
 """The delta engine's kernels for chunks whose rows all meet in one product: a gate per channel, mild gates, bfloat16.
 
-`_delta_channels.py` has the equations, and serves the chunks that these kernels leave out. Each kernel looks at the
+`delta_channels.py` has the equations, and serves the chunks that these kernels leave out. Each kernel looks at the
 decay of its whole chunk, and returns where that is out of range. So no path by levels is compiled beside this one, and
 few barriers are met: for RWKV-7 all channels are a slice, and rows that read (q above a) and rows that write (b above
 k) are a tile each, so that one product makes four matrices, or two gradients.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._delta import (
+from ridgeline.ops.recurrent.triton.delta import (
     find_chunk,
     heads_of,
     own_rows,
@@ -20,9 +20,9 @@ from ridgeline.ops.recurrent._delta import (
     store_rows,
     tile_of,
 )
-from ridgeline.ops.recurrent._delta_channels import keep_matrices, out_of_range, served_at_once
-from ridgeline.ops.recurrent._levels import mask_at, split_gates
-from ridgeline.ops.recurrent._scan import find_head, to_tf32
+from ridgeline.ops.recurrent.triton.delta_channels import keep_matrices, out_of_range, served_at_once
+from ridgeline.ops.recurrent.triton.levels import mask_at, split_gates
+from ridgeline.ops.recurrent.triton.scan import find_head, to_tf32
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 A warp brings each chunk's rows by TMA, some chunks ahead. A warpgroup gives q and k their decays, in place, and makes
 their weights. One or two others go through the chunks, each with 64 of v's columns: their states never meet. So q, k,
 v and g are read once, and nothing but o is written. The state and o are transposed.
-A chunk's rows meet in one product, which takes gates that add up to few halvings (`_channels.py`). A chain with other
-gates is marked as left, and what it has written is written over.
+A chunk's rows meet in one product, which takes gates that add up to few halvings (`triton/channels.py`). A chain with
+other gates is marked as left, and what it has written is written over.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Starts of the Gluon kernels for Hopper of Mamba-2 whose heads share B and C. `_head_chunks.py` makes the states."""
+"""Starts of the Gluon kernels for Hopper of Mamba-2 whose heads share B and C.
+
+`triton/head_chunks.py` makes the states.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ from typing import Any
 import torch
 
 from ridgeline.boundary import launch
-from ridgeline.ops.recurrent import _calls
-from ridgeline.ops.recurrent import _head_chunks as unshared
-from ridgeline.ops.recurrent._shared_heads_hopper import HeadMaps, RowGrads, shared_outputs, shared_queries
-from ridgeline.ops.recurrent._shared_heads_keys import shared_keys
-from ridgeline.ops.recurrent._shared_heads_plan import (
+from ridgeline.ops.recurrent.common import calls
+from ridgeline.ops.recurrent.hopper.shared_keys import shared_keys
+from ridgeline.ops.recurrent.hopper.shared_outputs import HeadMaps, RowGrads, shared_outputs, shared_queries
+from ridgeline.ops.recurrent.hopper.shared_plan import (
     ROWS,
     STAGES,
     K,
@@ -23,6 +25,7 @@ from ridgeline.ops.recurrent._shared_heads_plan import (
     prepare,
     states_map,
 )
+from ridgeline.ops.recurrent.triton import head_chunks as unshared
 
 Maybe = torch.Tensor | None
 IDEA = "a program goes through heads that share B and C: their products once, dB and dC added up in registers"
@@ -89,6 +92,6 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: A
     launch(shared_keys, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
     maps = HeadMaps(q, None, None, d, states_map(before, shared), states_map(after, shared), numbers_map(shared), None)
     launch(shared_queries, shared.grid, grads, shared.job, maps, call.scale, STAGES=STAGES, **FACTS)
-    _calls.join_parts(dq, of_q)
-    _calls.join_parts(dk, of_k)
+    calls.join_parts(dq, of_q)
+    calls.join_parts(dk, of_k)
     join(shared, rows, dg, dstep, dD)

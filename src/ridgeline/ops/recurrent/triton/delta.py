@@ -18,7 +18,7 @@ a chunk each. Where few chains would leave multiprocessors idle, sequences are c
 S + N. N is the chain from zeros, and M the same chain without v from the identity. `chain_segments` finds the state
 before each segment, and all segments run side by side; in reverse a segment's M is transposed. L is made by halves:
 that of blocks of n rows, then pairs of them joined, so that beta of 2 and keys that are alike lose nothing; up to 16
-rows all blocks are a batch of products. No factor exceeds 1, as in `_scan.py`.
+rows all blocks are a batch of products. No factor exceeds 1, as in `scan.py`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._levels import chosen_sums, crossings
-from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, half_sums, sums_of, tile_at
+from ridgeline.ops.recurrent.triton.levels import chosen_sums, crossings
+from ridgeline.ops.recurrent.triton.scan import decay_of, find_head, find_span, half_sums, sums_of, tile_at
 
 
 class Matrices(NamedTuple):
@@ -112,7 +112,7 @@ class DeltaForm(NamedTuple):
     OUT: bool  # the states' pass writes o, else the states before chunks
     ENDS: bool  # only what segments end with is wanted
     HALVINGS: int = 0  # the most halvings of a block's decay with which its rows meet in one product, per channel
-    APART: int = 0  # chunks of a program, where those that meet in one product are other kernels' (`_at_once.py`)
+    APART: int = 0  # chunks of a program, where those that meet in one product are other kernels' (`delta_at_once.py`)
 
 
 LOOK = tl.constexpr(16)
@@ -479,7 +479,7 @@ def pairs_by_token(q, k, gate, beta, matrices, packing, maps, form: tl.constexpr
 @triton.jit
 def pairs_by_channel(q, k, a, b, gate, beta, reads, matrices, packing, form: tl.constexpr):
     """A chunk's matrices with a gate per channel, its rows with their decays, and one over the lengths; in float32.
-    `_delta_channels.py` has this and `gradients_by_channel` in half precision."""
+    `delta_channels.py` has this and `gradients_by_channel` in half precision."""
     n, h, start, tokens, chunk = find_chunk(packing)
     first = chunk * form.C
     if first >= tokens:

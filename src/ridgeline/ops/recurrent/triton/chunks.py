@@ -10,8 +10,17 @@ import triton
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._scan import Form, Gradient, Rows, Sequences, States, Steps, chain_segments, scan_chunks
+from ridgeline.ops.recurrent.triton import step
+from ridgeline.ops.recurrent.triton.scan import (
+    Form,
+    Gradient,
+    Rows,
+    Sequences,
+    States,
+    Steps,
+    chain_segments,
+    scan_chunks,
+)
 
 MOST = 256  # columns of q, k and v
 Maybe = torch.Tensor | None
@@ -130,7 +139,7 @@ def scan(call: Call, one: Pass) -> None:
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     call = Call(*inputs)
     if call.q.shape[1] == 1 and call.ends is None:
-        _step.start(o, last, _step.Token(*inputs[:5]), call.first, call.scale)
+        step.start(o, last, step.Token(*inputs[:5]), call.first, call.scale)
         return
     forward(o, last, call)
 

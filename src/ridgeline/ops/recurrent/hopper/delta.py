@@ -1,7 +1,7 @@
 """Starts of the delta rule's Gluon kernels for Hopper: a gate per token, half precision, 128 channels and columns.
 
-The chains and the gradients of chunks are here; `_delta_chunks.py` makes the matrices, joins segments, and serves every
-other call. Outputs and gradients have the same places in memory, so either kernel may follow the other's.
+The chains and the gradients of chunks are here; `triton/delta_chunks.py` makes the matrices, joins segments, and serves
+every other call. Outputs and gradients have the same places in memory, so either kernel may follow the other's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from ridgeline import device
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent._chunks import mapped, rows_map
-from ridgeline.ops.recurrent._delta import PairMaps
-from ridgeline.ops.recurrent._delta_hopper_chains import Walk, WalkMaps, walk_chunks
-from ridgeline.ops.recurrent._delta_hopper_channels import ChannelMaps, ChannelNumbers, channel_gradients
-from ridgeline.ops.recurrent._delta_hopper_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
+from ridgeline.ops.recurrent.hopper.delta_chains import Walk, WalkMaps, walk_chunks
+from ridgeline.ops.recurrent.hopper.delta_channels import ChannelMaps, ChannelNumbers, channel_gradients
+from ridgeline.ops.recurrent.hopper.delta_gradients import ChunkMaps, ChunkNumbers, chunk_gradients
+from ridgeline.ops.recurrent.triton.chunks import mapped, rows_map
+from ridgeline.ops.recurrent.triton.delta import PairMaps
 
 Maybe = torch.Tensor | None
 OUTPUTS, STATES, REVERSE = range(3)  # what `walk` makes
@@ -27,8 +27,8 @@ ROWS, WIDTH = 64, 128
 
 
 def serves(call: Any, segments: int = 1) -> bool:
-    """Whether these kernels serve a call of `_delta_chunks.py`; they make the same numbers but for rounding. With a
-    gate per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
+    """Whether these kernels serve a call of `triton/delta_chunks.py`; they make the same numbers but for rounding. With
+    a gate per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
     if call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16) or not call.v.numel():
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:

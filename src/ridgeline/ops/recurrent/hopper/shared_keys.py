@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.recurrent._shared_heads_hopper import (
+from ridgeline.ops.recurrent.hopper.shared_outputs import (
     ACROSS,
     EARLIER,
     EDGE,

@@ -2,7 +2,7 @@
 
 With bfloat16 rows meet in blocks of 2^n rows by one product: one side has the decay since the block began, the other
 its inverse. n is the largest with which no block's decay, in any channel of a slice, passes the halvings that the form
-allows; each slice of each chunk finds its own. Blocks are joined by levels, as in `_levels.py`: a chunk whose gates
+allows; each slice of each chunk finds its own. Blocks are joined by levels, as in `levels.py`: a chunk whose gates
 are mild has none. float16 has no range to spare, and takes levels alone.
 Each weight of a pair is kept with its mirror image, so one product serves the rows of both sides of an edge.
 The gate's gradient adds the pairs of levels as they are. Pairs of one product come as differences, in a block's first
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._delta import (
+from ridgeline.ops.recurrent.triton.delta import (
     beta_of,
     diagonal_of,
     find_chunk,
@@ -31,7 +31,7 @@ from ridgeline.ops.recurrent._delta import (
     store_rows,
     tile_of,
 )
-from ridgeline.ops.recurrent._levels import (
+from ridgeline.ops.recurrent.triton.levels import (
     add_chosen,
     add_whole,
     crossings,
@@ -41,7 +41,7 @@ from ridgeline.ops.recurrent._levels import (
     right_rows,
     split_gates,
 )
-from ridgeline.ops.recurrent._scan import find_head, tile_at
+from ridgeline.ops.recurrent.triton.scan import find_head, tile_at
 
 
 class BlockMasks(NamedTuple):
@@ -190,7 +190,7 @@ def out_of_range(whole, form: tl.constexpr):
 
 @triton.jit
 def served_at_once(decays, spot, first, tokens, form: tl.constexpr):
-    """Whether a chunk is one for the kernels of `_at_once.py`, by its decay."""
+    """Whether a chunk is one for the kernels of `delta_at_once.py`, by its decay."""
     depth = tl.arange(0, form.BK)
     whole = tl.load(decays + spot * form.K + depth, mask=depth < form.K, other=1.0)
     return (first + form.C <= tokens) & (out_of_range(whole, form) == 0)
@@ -198,7 +198,7 @@ def served_at_once(decays, spot, first, tokens, form: tl.constexpr):
 
 @triton.jit
 def left(decays, spot, first, tokens, form: tl.constexpr):
-    """Whether the kernels of `_at_once.py` leave a chunk to the others."""
+    """Whether the kernels of `delta_at_once.py` leave a chunk to the others."""
     found = first < tokens
     if found:
         found = served_at_once(decays, spot, first, tokens, form) == 0

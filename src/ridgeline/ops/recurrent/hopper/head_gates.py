@@ -1,4 +1,4 @@
-"""Joins the parts of a gate's gradient that the Gluon chains leave: the four sums of `_scan.py`."""
+"""Joins the parts of a gate's gradient that the Gluon chains leave: the four sums of `triton/scan.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import find_head, find_span
+from ridgeline.ops.recurrent.triton.scan import find_head, find_span
 
 C = tl.constexpr(64)
 WIDE = tl.constexpr(128)

@@ -1,4 +1,4 @@
-"""The chunk engine of `_scan.py` for a gate per token and head, or none, in half precision: all chunks side by side.
+"""The chunk engine of `scan.py` for a gate per token and head, or none, in half precision: all chunks side by side.
 
 Only the states need order. `write_states` walks a head's chunks, makes nothing but them, and writes the state before
 each chunk; reversed, with q and do for k and v, the gradient of the state after each chunk. `write_outputs`,
@@ -7,7 +7,7 @@ and a program takes one block of one head, so states are written half as often a
 heads share q and k, each writes its part of dq and dk.
 
 No factor exceeds 1: pairs within a block decay by e^(G_i - G_j), those of two blocks by the decay since the edge
-between them times the decay until it. The gate's gradient is the four sums of `_scan.py`.
+between them times the decay until it. The gate's gradient is the four sums of `scan.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import find_head, find_span, finish, first_state, to_tf32
+from ridgeline.ops.recurrent.triton.scan import find_head, find_span, finish, first_state, to_tf32
 
 
 class BlockForm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Numbers of rows for `_shared_heads_hopper.py`: decays before its kernels, and gradients of gates and steps after."""
+"""Numbers of rows for `shared_outputs.py`: decays before its kernels, and gradients of gates and steps after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import find_head, find_span
+from ridgeline.ops.recurrent.triton.scan import find_head, find_span
 
 
 class TokenGrads(NamedTuple):

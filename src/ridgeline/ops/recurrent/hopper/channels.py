@@ -1,6 +1,6 @@
 """Starts of the Gluon kernels for Hopper for a gate per channel: bfloat16, 64 or 128 channels and columns.
 
-They serve chains whose gates are mild. Others they mark, for the kernels of `_channels.py`.
+They serve chains whose gates are mild. Others they mark, for the kernels of `triton/channels.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import triton.language as tl
 from ridgeline import device
 from ridgeline.boundary import launch, tracing
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent._channel_hopper_chains import ChainMaps, Chains, forward_chains
-from ridgeline.ops.recurrent._channel_hopper_gradients import Backward, GradientMaps, gradient_chains, mark_states
-from ridgeline.ops.recurrent._chunks import mapped, rows_map
-from ridgeline.ops.recurrent._scan import find_head, find_span, tile_at
+from ridgeline.ops.recurrent.hopper.channel_chains import ChainMaps, Chains, forward_chains
+from ridgeline.ops.recurrent.hopper.channel_gradients import Backward, GradientMaps, gradient_chains, mark_states
+from ridgeline.ops.recurrent.triton.chunks import mapped, rows_map
+from ridgeline.ops.recurrent.triton.scan import find_head, find_span, tile_at
 
 Maybe = torch.Tensor | None
 ROWS, HALF = 64, 64
@@ -25,7 +25,7 @@ SPAN = 60.0  # as in the kernels; a test holds them equal
 
 
 def serves(call: Any) -> bool:
-    """Whether the kernels serve a call of `_channel_chunks.py`."""
+    """Whether the kernels serve a call of `triton/channel_chunks.py`."""
     if tracing() or call.g is None or call.g.dim() != 4 or call.q.shape[1] < ROWS:
         return False
     tensors = call.q, call.k, call.v, call.g
@@ -38,7 +38,7 @@ def serves(call: Any) -> bool:
 
 
 def enough(gpu: device.Device, chains: int) -> bool:
-    """Whether so many chains fill the GPU well; fewer are cut into segments by `_channels.py`."""
+    """Whether so many chains fill the GPU well; fewer are cut into segments by `triton/channels.py`."""
     return 2 * chains >= gpu.multiprocessors
 
 

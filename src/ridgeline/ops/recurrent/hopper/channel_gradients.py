@@ -4,7 +4,7 @@
 gradient and makes all gradients of a chunk while its rows are on the chip. A warpgroup has 64 channels: it needs no sum
 over channels. Its rows are turned, so that a product leaves the next one's left side in registers. Another warpgroup
 makes the weights of do with v and of k with q, and dv. Gradients leave from the places of the rows they belong to.
-`own_gradients_at_once` in `_channels.py` has the same sums for dg.
+`own_gradients_at_once` in `triton/channels.py` has the same sums for dg.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.recurrent._channel_hopper_chains import (
+from ridgeline.ops.recurrent.hopper.channel_chains import (
     HALF,
     LOG2E,
     SPAN,
@@ -306,7 +306,7 @@ def _decay_rows(tq, tk, tg, rings, scale, narrow, SHIFT: gl.constexpr):
 @gluon.jit
 def _pairs_of_gates(tq, tk, rings, narrow, SHIFT: gl.constexpr):
     """Of the chunk's own pairs those that lie on both sides of a gate, as the differences that
-    `_gradients_at_once` in `_channels.py` describes."""
+    `_gradients_at_once` in `triton/channels.py` describes."""
     LAYOUT: gl.constexpr = narrow.type.layout
     tw = flat(rings.weights)
     y = gl.arange(0, C, gl.SliceLayout(0, LAYOUT))[None, :]

@@ -1,8 +1,8 @@
-"""The chunk engine of `_scan.py` for a gate per channel in half precision.
+"""The chunk engine of `scan.py` for a gate per channel in half precision.
 
 Kernels that run over all chunks side by side do what needs no state. Before the scans, one makes q and k with their
 decays and the weights of q with k. After the scans of dq and dk, one adds the chunks' own pairs and makes the gate's
-gradient, by `_levels.py`. So a scan has no gates but the decay of a whole chunk, and two or three products.
+gradient, by `levels.py`. So a scan has no gates but the decay of a whole chunk, and two or three products.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._levels import (
+from ridgeline.ops.recurrent.triton.levels import (
     add_chosen,
     add_sums,
     add_whole,
@@ -28,8 +28,10 @@ from ridgeline.ops.recurrent._levels import (
     split_gates,
     whole_sums,
 )
-from ridgeline.ops.recurrent._levels import write_masks as write_masks  # fills `Masks`, for who starts these kernels
-from ridgeline.ops.recurrent._scan import decay_of, find_head, find_span, finish, first_state, tile_at
+from ridgeline.ops.recurrent.triton.levels import (
+    write_masks as write_masks,  # fills `Masks`, for who starts these kernels
+)
+from ridgeline.ops.recurrent.triton.scan import decay_of, find_head, find_span, finish, first_state, tile_at
 
 
 class PairForm(NamedTuple):

@@ -1,4 +1,4 @@
-"""Starts of `_channels.py`: the chunk engine of the ops with a gate per channel, in half precision."""
+"""Starts of `channels.py`: the chunk engine of the ops with a gate per channel, in half precision."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.recurrent import _channel_hopper as hopper
-from ridgeline.ops.recurrent import _chunks
-from ridgeline.ops.recurrent._channels import (
+from ridgeline.ops.recurrent.hopper import channels as hopper
+from ridgeline.ops.recurrent.triton import chunks
+from ridgeline.ops.recurrent.triton.channels import (
     Masks,
     Own,
     PairForm,
@@ -23,8 +23,8 @@ from ridgeline.ops.recurrent._channels import (
     scan_channels,
     write_masks,
 )
-from ridgeline.ops.recurrent._delta import Packing
-from ridgeline.ops.recurrent._scan import Form, States, chain_segments
+from ridgeline.ops.recurrent.triton.delta import Packing
+from ridgeline.ops.recurrent.triton.scan import Form, States, chain_segments
 
 Maybe = torch.Tensor | None
 # ptxas 12.8 moves the sums that find own_gradients' tiles in shared memory before what they add to: on an H200 all but
@@ -50,7 +50,7 @@ class ChannelPass(NamedTuple):
 class Plan(NamedTuple):
     """What the kernels of a call share."""
 
-    call: _chunks.Call
+    call: chunks.Call
     form: PairForm
     packing: Packing
     grid: tuple[int, int]  # chunks of a head, and heads
@@ -122,7 +122,7 @@ def span(dtype: torch.dtype) -> int:
     return 60 if dtype == torch.bfloat16 else 0
 
 
-def prepare(call: _chunks.Call) -> Plan:
+def prepare(call: chunks.Call) -> Plan:
     (B, T, HV, V), K, gpu, N = call.v.shape, call.q.shape[3], device.of(call.q), call.sequences
     C = channel_tiles(gpu, K, V)[1]
     chunks = -(-T // C) if call.ends is None else T // C + N  # of a head
@@ -168,7 +168,7 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
     D, width, like = one.a.shape[-1], one.c.shape[-1], one.out
     BN, C, warps, stages = channel_tiles(gpu, D, width)
     slices = -(-width // BN)
-    count, length = _chunks.segments(gpu, heads * slices, call.q.shape[1], C)
+    count, length = chunks.segments(gpu, heads * slices, call.q.shape[1], C)
     if made.left is not None:  # there are chains enough, and `chain_segments` would write the others' last states, too
         count, length = 1, call.q.shape[1]
     form = Form(
@@ -195,7 +195,7 @@ def scan(plan: Plan, made: Prepared, one: ChannelPass) -> None:
 
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    call = _chunks.Call(*inputs)
+    call = chunks.Call(*inputs)
     plan = prepare(call)
     left = hopper.forward(plan, o, last) if hopper.serves(call) else None
     made = own_weights(plan, left)
@@ -207,7 +207,7 @@ def bwd(
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
     """Three scans, of which two leave dq and dk without the chunks' own pairs, and a kernel for these and dg."""
-    call = _chunks.Call(*inputs)
+    call = chunks.Call(*inputs)
     q, k, v, plan = call.q, call.k, call.v, prepare(call)
     form, grid = plan.form, plan.grid
     kept = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32  # a state may pass float16's range

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.recurrent._delta_hopper_chains import coordinates, room_of, sequence_at
+from ridgeline.ops.recurrent.hopper.delta_chains import coordinates, room_of, sequence_at
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
 from ridgeline.tiles.warpgroup import flat, operand_layout, sums_layout
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ridgeline.boundary import Function, bumped, differentiate, first_order, kernel_op, written
 from ridgeline.op import Cost, Implementation, Op, nbytes
-from ridgeline.ops.recurrent import _channel_chunks, _chunks
+from ridgeline.ops.recurrent.triton import channel_chunks, chunks
 from ridgeline.replay import Sure
 from ridgeline.select import eager, run
 
@@ -320,8 +320,8 @@ def served(
 def refusal(*args: Any, **_: Any) -> str | None:
     """Why the kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
     for t in args[:5]:  # the state, where it is given, has been checked
-        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype and t.shape[-1] > _chunks.MOST:
-            return f"a head has at most {_chunks.MOST} columns, got {t.shape[-1]}"
+        if isinstance(t, torch.Tensor) and t.dim() == 4 and t.dtype == args[0].dtype and t.shape[-1] > chunks.MOST:
+            return f"a head has at most {chunks.MOST} columns, got {t.shape[-1]}"
         if isinstance(t, torch.Tensor) and t.dim() == 4 and t.stride(-1) != 1 and t.shape[-1] > 1 and t.numel():
             return "the last dimension must be contiguous"
     ends = next((a for a in args if isinstance(a, torch.Tensor) and a.dtype in (torch.int32, torch.int64)), None)
@@ -348,7 +348,7 @@ def cost(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *gates: Maybe, **giv
 def _engine(q: torch.Tensor, g: Maybe, steps: bool) -> Any:
     """The kernels of a call: those of gates per channel in half precision, or the scan of all others."""
     by_channel = g is not None and g.dim() == 4 and q.dtype != torch.float32
-    return _channel_chunks if by_channel and not steps else _chunks
+    return channel_chunks if by_channel and not steps else chunks
 
 
 def _fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.ops.recurrent._scan import tile_at, to_tf32
+from ridgeline.ops.recurrent.triton.scan import tile_at, to_tf32
 
 
 @triton.jit

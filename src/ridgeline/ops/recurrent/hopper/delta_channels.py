@@ -1,9 +1,9 @@
 """Gradients of q, k and gates in chunks of the delta rule with a gate per channel, in Gluon for Hopper, in bfloat16.
 
-A program goes through whole chunks with mild gates, as `_at_once.py` has them, and leaves all others. Two warpgroups
-share a chunk, each with half of the channels; all is turned, so what a product leaves in registers is the next one's
-left side. TMA brings the next chunk's tiles where this one's have been read. A row's decay, its length and beta are one
-factor, and a pair's weight is the plain product of its two rows over v's columns.
+A program goes through whole chunks with mild gates, as `triton/delta_at_once.py` has them, and leaves all others. Two
+warpgroups share a chunk, each with half of the channels; all is turned, so what a product leaves in registers is the
+next one's left side. TMA brings the next chunk's tiles where this one's have been read. A row's decay, its length and
+beta are one factor, and a pair's weight is the plain product of its two rows over v's columns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.recurrent._delta_hopper_gradients import coordinates, room_of, sequence_at
+from ridgeline.ops.recurrent.hopper.delta_gradients import coordinates, room_of, sequence_at
 from ridgeline.tiles.hopper import barrier, load, make_barriers, store
 from ridgeline.tiles.warpgroup import column_chunks, flat, operand_layout, uniform
 

@@ -9,11 +9,12 @@ import torch
 
 from ridgeline.boundary import launch
 from ridgeline.cuda import TensorMap
-from ridgeline.ops.recurrent import _calls, _chunks
-from ridgeline.ops.recurrent._chunks import mapped, rows_map
-from ridgeline.ops.recurrent._head_hopper_chains import Scan, ScanMaps, walk_heads
-from ridgeline.ops.recurrent._head_hopper_gates import Parts, join_gates
-from ridgeline.ops.recurrent._head_hopper_keys import KeyMaps, KeyScan, walk_keys
+from ridgeline.ops.recurrent.common import calls
+from ridgeline.ops.recurrent.hopper.head_chains import Scan, ScanMaps, walk_heads
+from ridgeline.ops.recurrent.hopper.head_gates import Parts, join_gates
+from ridgeline.ops.recurrent.hopper.head_keys import KeyMaps, KeyScan, walk_keys
+from ridgeline.ops.recurrent.triton import chunks
+from ridgeline.ops.recurrent.triton.chunks import mapped, rows_map
 
 Maybe = torch.Tensor | None
 STAGES, STAGES_OF_KEYS = 3, 2  # chunks that tiles are brought ahead, as shared memory allows
@@ -21,11 +22,11 @@ ROWS, WIDTH = 64, 128
 IDEA = "a head's state stays on chip: two warpgroups go through its chunks, and TMA brings and takes their tiles"
 
 
-def _rows(t: torch.Tensor, width: int, call: _chunks.Call) -> TensorMap:
+def _rows(t: torch.Tensor, width: int, call: chunks.Call) -> TensorMap:
     return rows_map(t, ROWS, width, call.ends is not None)
 
 
-def room_of(call: _chunks.Call) -> int:
+def room_of(call: chunks.Call) -> int:
     """Chunks that a head has room for."""
     T = call.q.shape[1]
     return -(-T // ROWS) if call.ends is None else T // ROWS + call.sequences
@@ -36,7 +37,7 @@ def _marks_map(marks: Maybe) -> TensorMap | None:
 
 
 def _scan(
-    call: _chunks.Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, out: torch.Tensor, last: Maybe,
+    call: chunks.Call, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, out: torch.Tensor, last: Maybe,
     turned: bool, own: Maybe = None, sums: Maybe = None, marks: Maybe = None,
 ) -> None:  # fmt: skip
     """A pass forward. turned: whether the state's rows are c's columns, as for dq."""
@@ -57,7 +58,7 @@ def _scan(
 
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    call = _chunks.Call(*inputs)
+    call = chunks.Call(*inputs)
     _scan(call, call.q, call.k, call.v, o, last, False)
 
 
@@ -66,7 +67,7 @@ def bwd(
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
     """A pass for dq, one in reverse for dk and dv, and one that joins the parts of dg."""
-    call = _chunks.Call(*inputs)
+    call = chunks.Call(*inputs)
     do = do if mapped(do) else do.clone(memory_format=torch.contiguous_format)
     (B, _, HV, _), room = call.v.shape, room_of(call)
     places = B * HV * room
@@ -102,7 +103,7 @@ def refusal(*args: Any, **given: Any) -> str | None:
     after two gradients."""
     backward = len(args) > 10
     q, k, v = args[2:5] if backward else args[:3]
-    reason = _calls.refusal(*args, **given)
+    reason = calls.refusal(*args, **given)
     if reason is None and any([t.shape[-1] != WIDTH for t in (q, k, v)]):
         reason = f"q, k and v have {WIDTH} columns, got {[t.shape[-1] for t in (q, k, v)]}"
     if reason is None and not all([mapped(t) for t in (q, k, v)]):

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ridgeline.op import Cost, Op, nbytes
-from ridgeline.ops.recurrent import _step
-from ridgeline.ops.recurrent._calls import (
+from ridgeline.ops.recurrent.common.calls import (
     Engine,
     Found,
     Given,
@@ -21,7 +20,8 @@ from ridgeline.ops.recurrent._calls import (
     stepped,
     unrolled,
 )
-from ridgeline.ops.recurrent._delta_chunks import DeltaCall, delta_bwd, delta_fwd
+from ridgeline.ops.recurrent.triton import step
+from ridgeline.ops.recurrent.triton.delta_chunks import DeltaCall, delta_bwd, delta_fwd
 from ridgeline.select import eager
 
 Maybe = torch.Tensor | None
@@ -118,7 +118,7 @@ def delta_flops(name: str) -> dict[str, Any]:
     return {
         f"{name}_fwd": lambda *args: delta_cost(Delta(*args[:7]), {})[0].flops,
         f"{name}_bwd": lambda *args: delta_cost(Delta(*args[2:9]), {})[1].flops,
-        f"{name}_step": lambda q, k, v, *_: 6 * k.shape[3] * v.numel(),
+        f"{name}step": lambda q, k, v, *_: 6 * k.shape[3] * v.numel(),
     }
 
 
@@ -126,8 +126,8 @@ def _start(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
     """Chunks, or a decoder's step."""
     call = DeltaCall(*inputs)
     if call.q.shape[1] == 1 and call.ends is None:
-        token = _step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
-        _step.start(o, last, token, call.first, call.scale)
+        token = step.Token(call.q, call.k, call.v, call.g, None, call.a, call.b, call.beta, call.normalize)
+        step.start(o, last, token, call.first, call.scale)
     else:
         delta_fwd(o, last, *inputs)
 

@@ -1,4 +1,4 @@
-"""Starts of `_heads.py`: the chunk engine of the ops with a gate per head or none, with states written out."""
+"""Starts of `heads.py`: the chunk engine of the ops with a gate per head or none, with states written out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import triton
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.recurrent import _calls, _chunks
-from ridgeline.ops.recurrent._heads import (
+from ridgeline.ops.recurrent.common import calls
+from ridgeline.ops.recurrent.triton import chunks
+from ridgeline.ops.recurrent.triton.heads import (
     BlockForm,
     Decays,
     HeadGrads,
@@ -22,7 +23,7 @@ from ridgeline.ops.recurrent._heads import (
     write_query_gradients,
     write_states,
 )
-from ridgeline.ops.recurrent._scan import Form, Rows, States, chain_segments
+from ridgeline.ops.recurrent.triton.scan import Form, Rows, States, chain_segments
 
 MOST = 128  # columns of q, k and v
 LONG = 512  # tokens of a sequence from which on writing its states out pays, by count
@@ -45,7 +46,7 @@ class HeadTiles(NamedTuple):
 class Plan(NamedTuple):
     """What the kernels of a call share."""
 
-    call: _chunks.Call
+    call: chunks.Call
     tiles: HeadTiles
     form: BlockForm
     room: Room
@@ -64,7 +65,7 @@ def head_tiles(gpu: device.Device, V: int) -> HeadTiles:
     return HeadTiles(min(BV, 64), 64, 2, one | {"num_stages": 2}, three, three, one)
 
 
-def prepare(call: _chunks.Call) -> Plan:
+def prepare(call: chunks.Call) -> Plan:
     (B, T, HV, V), K, N = call.v.shape, call.q.shape[3], call.sequences
     tiles = head_tiles(device.of(call.q), V)
     BK, BV = (max(16, triton.next_power_of_2(n)) for n in (K, V))
@@ -88,7 +89,7 @@ def walk(
     """Returns the states before all chunks, (heads, chunks, K, V): one kernel, or three in segments."""
     call, tiles, form, room = plan.call, plan.tiles, plan.form, plan.room
     heads, slices = call.sequences * room.heads, -(-form.V // tiles.columns)
-    count, length = _chunks.segments(device.of(a), heads * slices, call.q.shape[1], room.unit)
+    count, length = chunks.segments(device.of(a), heads * slices, call.q.shape[1], room.unit)
     own = Form(
         form.K, form.V, form.BK, tiles.columns, room.unit, 0, form.GATE, True, reverse, False, False, "", False, False
     )  # fmt: skip
@@ -109,14 +110,14 @@ def walk(
 
 
 def fwd(o: torch.Tensor, last: torch.Tensor, *inputs: Any) -> None:
-    call = _chunks.Call(*inputs)
+    call = chunks.Call(*inputs)
     if call.q.shape[1] == 1 and call.ends is None:
-        _chunks.fwd(o, last, *inputs)
+        chunks.fwd(o, last, *inputs)
         return
     forward(o, last, call)
 
 
-def forward(o: torch.Tensor, last: torch.Tensor, call: _chunks.Call) -> None:
+def forward(o: torch.Tensor, last: torch.Tensor, call: chunks.Call) -> None:
     plan = prepare(call)
     room = plan.room
     marks = walk(plan, call.k, call.v, call.first, last, call.q.dtype, False)
@@ -130,10 +131,10 @@ def bwd(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, dg: Maybe, du: Maybe, dfirst: Maybe, do: torch.Tensor,
     dlast: Maybe, *inputs: Any,
 ) -> None:  # fmt: skip
-    backward((dq, dk, dv, dg, None, None, dfirst), do, dlast, _chunks.Call(*inputs))
+    backward((dq, dk, dv, dg, None, None, dfirst), do, dlast, chunks.Call(*inputs))
 
 
-def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _chunks.Call) -> None:
+def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: chunks.Call) -> None:
     """The states again, their gradients, and two kernels over all chunks; another joins the parts of dg.
 
     gradients: of q, k, v, g, D, the step sizes and the first state. Those of q and k are of value heads or, where
@@ -152,19 +153,19 @@ def backward(gradients: tuple[Any, ...], do: torch.Tensor, dlast: Maybe, call: _
             torch.empty((5, heads, room.chunks, room.unit), **fresh),
             torch.empty((heads, room.chunks), **fresh),
         )
-    parts_of_q = _calls.parts_of(dq, HV, call.q.dtype)
+    parts_of_q = calls.parts_of(dq, HV, call.q.dtype)
     parts_of_k = dk if parts_of_q is dq else parts_of_q  # dq's parts are summed before
     of_skip = None if dD is None else torch.empty((B, T, HV), **fresh)
     grads = HeadGrads(parts_of_q, parts_of_k, dv, dg, dstep, of_skip, parts, heads * room.chunks * room.unit, past)
     rows = *(call.rows(t) for t in (call.q, call.k, call.v, do)), plan.decays
     args = *rows, plan.step, before, grads, room, call.scale
     launch(write_query_gradients, (grid, heads), *args, form=plan.form, **tiles.queries)
-    _calls.join_parts(dq, parts_of_q)
+    calls.join_parts(dq, parts_of_q)
     args = *rows, plan.step, call.skip, before, after, grads, room, call.scale
     launch(write_key_gradients, (grid, heads), *args, form=plan.form, **tiles.keys)
     if dg is not None:
         launch(join_gates, (grid, heads), grads, room, call.scale, form=plan.form, num_warps=1)
-    _calls.join_parts(dk, parts_of_k)
+    calls.join_parts(dk, parts_of_k)
     if of_skip is not None:
         torch.sum(of_skip, (0, 1), out=dD)
 
@@ -173,7 +174,7 @@ def refusal(*args: Any, **given: Any) -> str | None:
     """Why these kernels do not take a call, or None. Takes public arguments or a launcher's inputs."""
     rows = [t for t in args[:5] if isinstance(t, torch.Tensor) and t.dim() == 4]
     widest, apart = max(t.shape[-1] for t in rows), max(t.stride(1) for t in rows)
-    reason = _calls.refusal(*args, **given)
+    reason = calls.refusal(*args, **given)
     if reason is None and widest > MOST:
         reason = f"a head has at most {MOST} columns, got {widest}"
     if reason is None and apart > APART:

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ridgeline.ops.recurrent._head_hopper_tiles import (
+from ridgeline.ops.recurrent.hopper.head_tiles import (
     HALF,
     SINCE,
     SUMS,

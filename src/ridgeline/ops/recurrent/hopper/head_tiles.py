@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ridgeline.ops.recurrent._delta_hopper_chains import coordinates
+from ridgeline.ops.recurrent.hopper.delta_chains import coordinates
 from ridgeline.tiles.hopper import barrier
 
 C = gl.constexpr(64)  # rows of a chunk

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ridgeline import device
 from ridgeline.boundary import launch
-from ridgeline.ops.recurrent._scan import Rows
+from ridgeline.ops.recurrent.triton.scan import Rows
 from ridgeline.tiles.activations import silu
 from ridgeline.tiles.online_softmax import exact_exp, log
 
