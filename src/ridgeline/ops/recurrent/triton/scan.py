@@ -355,11 +355,13 @@ def find_span(sequences, n):
 
 @triton.jit
 def _gates(gate, place, rows, channels, end, form: tl.constexpr):
-    """The gates of a chunk in float32: for each row, or row and channel."""
+    """The gates of a chunk in float32: for each row, or row and channel. A row's decay is 0 from -110 on: sums that had
+    come to -inf would have no differences."""
     C: tl.constexpr = form.C
     g = tl.zeros([C], tl.float32)
     if form.GATE == 1:
         g = tl.load(place + rows.to(tl.int64) * gate.token, mask=rows < end, other=0.0).to(tl.float32)
+        g = tl.where(g < -110.0, -110.0, g)
     elif form.GATE == 2:
         g = tile_at(place, gate.token, rows, channels, end, form.D if form.INSIDE else form.N).to(tl.float32)
     return g
