@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 # The interpreter's products are NumPy's: one kernel of OpenBLAS for all processors, so that roundings are the same.
 CORE := $(if $(filter x86_64,$(shell uname -m)),OPENBLAS_CORETYPE=Haswell)
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(CORE)
-PYTEST := $(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) --timeout 300
+PYTEST := $(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) --dist worksteal --timeout 300
 TRITONS := 3.6.0 3.9.0
 # The two newest minor versions that `make test-hf` runs with.
 TRANSFORMERS := 5.23.0 5.24.0
