@@ -228,13 +228,13 @@ def test_calls_that_they_serve() -> None:
 
 
 @pytest.mark.kernels
-def test_backward_is_served_where_a_gpu_has_checked_it() -> None:
-    """Without u, states and packing, in whole chunks; other calls go to the kernels before."""
+def test_calls_whose_backward_they_serve() -> None:
+    """All that forward serves, but for RWKV-6's u with 128 channels."""
 
-    def names(T: int = 4096, **given: Any) -> set[str]:
-        q, k, v, g, do, *made = (torch.empty((8, T, 16, 128), dtype=torch.bfloat16, device="meta") for _ in range(9))
+    def names(T: int = 4096, D: int = 128, **given: Any) -> set[str]:
+        q, k, v, g, do, *made = (torch.empty((8, T, 16, D), dtype=torch.bfloat16, device="meta") for _ in range(9))
         first, dlast = given.get("first"), given.get("dlast")
-        u = torch.empty((16, 128), dtype=torch.bfloat16, device="meta") if given.get("u") else None
+        u = torch.empty((16, D), dtype=torch.bfloat16, device="meta") if given.get("u") else None
         inputs = q, k, v, g, u, first, given.get("ends"), 1.0, "ieee"
         grads = *made, None if u is None else torch.empty_like(u), None if first is None else torch.empty_like(first)
         seen: list[boundary.Launch] = []
@@ -243,9 +243,9 @@ def test_backward_is_served_where_a_gpu_has_checked_it() -> None:
         return {launch.kernel.__name__ for launch in seen} & {"mark_states", "gradient_chains"}
 
     state = torch.empty((8, 16, 128, 128), device="meta")
-    assert names() == {"mark_states", "gradient_chains"}
-    for other in ({"T": 4095}, {"first": state}, {"dlast": state}, {"u": True}):
-        assert not names(**other), other
+    for given in ({}, {"T": 4095}, {"first": state}, {"dlast": state}, {"u": True, "D": 64}):
+        assert names(**given) == {"mark_states", "gradient_chains"}, given
+    assert not names(u=True)
 
 
 @pytest.mark.kernels
@@ -288,8 +288,8 @@ STRONG = {"strong gates": ((2, 200, 2, 2, 128), {"states": True}), "strong, whol
 @pytest.mark.parametrize("case", [*CASES, *STRONG])
 @pytest.mark.parametrize("name", ["gated_linear_attention", "rwkv6"])
 def test_results_and_bits(case: str, name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits. Without states o alone
-    has a gradient, so that `gradient_chains` serves whole chunks."""
+    """All outputs and gradients against the recurrence in float64; a rerun gives the same bits. Without states, o alone
+    has a gradient."""
     (B, T, H, HV, _), given = (CASES | STRONG)[case]
     D = 64 if name == "rwkv6" else 128
     dice = torch.Generator().manual_seed(0)

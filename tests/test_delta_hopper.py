@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,21 +57,9 @@ def test_calls_that_they_serve() -> None:
     assert started("b200") == others
     rest = {"write_block_masks", "half_pairs_by_channel", "half_gradients_by_channel"}
     assert started("h200", gate=2) == rest | {"pairs_at_once", "walk_chunks", "channel_gradients"}
-    assert started("h200", torch.float16, gate=2) == rest | {"chain_states", "chain_gradients"}
+    assert started("h200", torch.float16, gate=2) == rest | {"walk_chunks"}
     assert not started("b200", gate=2) & {"walk_chunks", "channel_gradients"}
     assert not started("h200", D=64, gate=2) & {"walk_chunks", "channel_gradients"}
-
-
-def test_packed_and_cut_sequences_with_a_gate_per_channel_are_left() -> None:
-    rows, gate = torch.empty((1, 8192, 16, 128), dtype=torch.bfloat16, device="meta"), torch.empty((1, 8192, 16))
-    call = SimpleNamespace(a=None, q=rows, k=rows, v=rows, g=rows, ends=None)
-    packed = SimpleNamespace(**vars(call) | {"ends": torch.tensor([0, 4096, 8192])})
-    with devices.pretend("h200"):
-        assert delta_hopper.serves(call)
-        assert not delta_hopper.serves(packed)
-        assert not delta_hopper.serves(call, segments=3)
-        packed.g = gate
-        assert delta_hopper.serves(packed, segments=3)
 
 
 @pytest.mark.kernels

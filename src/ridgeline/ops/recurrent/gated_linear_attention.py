@@ -136,6 +136,6 @@ OP.kernel(
     **head_chunks.KERNEL | {"supports": per_head(head_chunks.refusal)},
 )  # fmt: skip
 OP.kernel(
-    "gluon", head_hopper.IDEA, unless=head_hopper.left(head_chunks.left_of_gates),
+    "gluon", head_hopper.IDEA, unless=head_chunks.left_of_gates,
     **head_hopper.KERNEL | {"supports": per_head(head_hopper.refusal)},
 )  # fmt: skip

@@ -108,4 +108,4 @@ for name, idea in (
     OP.kernel(name, idea, kind="cuda", fwd=fwd, bwd=bwd, supports=causal_product.unfit, dtypes=("float32",))
 OP.kernel("triton", IDEA, **KERNEL)
 OP.kernel("triton_chunks", head_chunks.IDEA, **head_chunks.KERNEL)
-OP.kernel("gluon", head_hopper.IDEA, unless=head_hopper.left(head_chunks.left_of_gates), **head_hopper.KERNEL)
+OP.kernel("gluon", head_hopper.IDEA, unless=head_chunks.left_of_gates, **head_hopper.KERNEL)

@@ -285,7 +285,7 @@ OP.kernel(
     "triton_chunks", shared_heads.unshared.IDEA, served=True, unless=_left,
     **shared_heads.unshared.KERNEL | {"fwd": _chunks_fwd, "bwd": _chunks_bwd},
 )  # fmt: skip
-OP.kernel(  # not served: no GPU has held it to the law yet
-    "gluon_chunks", shared_heads.IDEA, supports=shared_heads.refusal, **shared_heads.KERNEL,
-    fwd=_shared_fwd, bwd=_shared_bwd,
+OP.kernel(
+    "gluon_chunks", shared_heads.IDEA, served=True, unless=_left, supports=shared_heads.refusal,
+    **shared_heads.KERNEL, fwd=_shared_fwd, bwd=_shared_bwd,
 )  # fmt: skip

@@ -85,11 +85,10 @@ def forward(plan: Any, o: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
 
 def serves_backward(call: Any, do: torch.Tensor, *grads: Maybe) -> bool:
-    """Whether the kernels serve a call's backward pass with these gradients of rows. A GPU has checked them without
-    RWKV-6's u, for which 128 channels leave no room, in whole chunks of sequences without states."""
-    rows = do, *grads
-    checked = call.u is call.first is call.ends is None and call.q.shape[1] % ROWS == 0
-    return checked and serves(call) and all([t is not None and t.dtype == torch.bfloat16 and mapped(t) for t in rows])
+    """Whether the kernels serve a call's backward pass with these gradients of rows. With 128 channels there is no room
+    for RWKV-6's u."""
+    rows, fits = (do, *grads), call.u is None or call.k.shape[3] == HALF
+    return fits and serves(call) and all([t is not None and t.dtype == torch.bfloat16 and mapped(t) for t in rows])
 
 
 def backward(

@@ -26,14 +26,11 @@ STAGES = (3, 4, 2), (2, 3, 2)
 ROWS, WIDTH = 64, 128
 
 
-def serves(call: Any, segments: int = 1) -> bool:
-    """Whether these kernels serve a call of `triton/delta_chunks.py`; they make the same numbers but for rounding. With
-    a gate per channel a GPU has checked them in bfloat16, for sequences that are neither packed nor cut."""
+def serves(call: Any) -> bool:
+    """Whether these kernels serve a call of `triton/delta_chunks.py`; they make the same numbers but for rounding."""
     if call.a is not None or call.v.dtype not in (torch.bfloat16, torch.float16) or not call.v.numel():
         return False
     if call.k.shape[3] != WIDTH or call.v.shape[3] != WIDTH or device.of(call.v).capability != 90:
-        return False
-    if call.g.dim() == 4 and (call.v.dtype != torch.bfloat16 or call.ends is not None or segments > 1):
         return False
     return all([mapped(t) for t in (call.q, call.k, call.v)])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -115,20 +114,6 @@ def refusal(*args: Any, **given: Any) -> str | None:
     if reason is None and len(args) == 9 and not (args[5] is None or args[5].is_contiguous()):
         reason = "a step's state is contiguous, and not each state's transpose"
     return reason
-
-
-def left(sizes: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Returns why automatic choice leaves a call to other kernels, or None. sizes: the same, by a call's sizes."""
-
-    def why(*args: Any, **given: Any) -> str | None:
-        if len(args) > 10:
-            return "no GPU has checked its backward"
-        first, ends = args[5:7] if len(args) == 9 else (given.get("initial_state"), given.get("cu_seqlens"))
-        if args[0].shape[2] != args[2].shape[2] or not (first is ends is None):
-            return "it is checked for heads of their own and whole sequences without states"
-        return sizes(*args, **given)
-
-    return why
 
 
 KERNEL: dict[str, Any] = {

@@ -217,7 +217,7 @@ def bwd(
     if du is not None:
         partial = torch.zeros((v.shape[0], v.shape[2], grid[0], form.K), **fresh)
     left = None
-    if dg is not None and dlast is None and hopper.serves_backward(call, do, dq, dk, dv, dg):
+    if dg is not None and hopper.serves_backward(call, do, dq, dk, dv, dg):
         left = hopper.backward(plan, (dq, dk, dv, dg), partial, marks, do, dlast, dfirst)
     made = own_weights(plan, left)
     scan(plan, made, ChannelPass(do, v, made.k, dq, False, False, call.first, None, marks))

@@ -268,7 +268,7 @@ def prepare(call: DeltaCall, tiles: Tiles, rooms: tuple[Maybe, Maybe] | None = N
     plan = Plan(
         form, tiles, packing, (present, axis), (packing.rooms * packing.slices, axis),
         (packing.slices, packing.sequences * HV), tensors, reads, matrices,
-        block_masks(form, call) if gate == 2 and not form.SINGLE else None, hopper.serves(call, packing.rooms),
+        block_masks(form, call) if gate == 2 and not form.SINGLE else None, hopper.serves(call),
     )  # fmt: skip
     facts: dict[str, Any] = {"form": form, "num_warps": tiles.warps[0], "num_stages": 1}
     if tiles.registers is not None:
