@@ -130,8 +130,9 @@ readme: $(READY) ## write the README's figures, docs/ops.md, docs/measured/ and 
 zh: $(READY) ## bring the Chinese catalogues, docs/zh/pages.txt and README.zh.md up to date; then translate what is open
 	$(PY) -m ridgeline.lab.presentation.catalogues
 
-compiled: $(READY) ## compile the kernels whose figures in results/compiled/ are not current, and record them
+compiled: $(READY) ## compile the kernels that have changed: write results/compiled/ and tests/kernels_that_fit.txt
 	$(PY) -m ridgeline.lab.presentation.site.compiled
+	$(PYTEST) tests/test_kernels.py -k test_kernels_fit --remember-kernels
 
 docs: $(READY) build/sphinx/.ready ## build the site into site/, in Chinese below site/zh/; it needs no network, and no server
 	$(PY) -m ridgeline.lab.presentation.site --out build/site

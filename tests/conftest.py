@@ -47,6 +47,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="test_kernels: compile all kernels of large ops, not one of each kind",
     )
+    parser.addoption(
+        "--remember-kernels",
+        action="store_true",
+        help="test_kernels: compile what has changed, and write kernels_that_fit.txt",
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Sorts the digests that processes added to kernels_that_fit.txt, and drops those of tests that are gone."""
+    path = Path(__file__).with_name("kernels_that_fit.txt")
+    if session.config.getoption("remember_kernels") and not hasattr(session.config, "workerinput") and path.exists():
+        known = dict(line.split() for line in path.read_text().splitlines())
+        path.write_text("".join(f"{test} {digest}\n" for test, digest in sorted(known.items())))
 
 
 def pytest_report_header() -> str:

@@ -3,11 +3,19 @@
 Each is compiled for sm_90 (FULL), for one of the consumer architectures (NEWER) and for one of OTHERS, which take turns
 among the ops. With --every-kernel all are compiled for all architectures. SPILLS lists the kernels that may spill, with
 the most bytes they may move, and why.
+
+Compiling takes minutes, and the same sources give the same machine code. kernels_that_fit.txt therefore holds a digest
+of everything that each passing test depends on: sources, constants, arguments, compilers, allowances, and the test. A
+test whose digest stands there compiles nothing, but one digest in eight is compiled all the same. `make compiled`
+compiles what has changed and writes the file.
 """
 
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,7 +26,10 @@ import triton
 
 from ridgeline import boundary, device, op
 from ridgeline.boundary import Launch
-from ridgeline.lab.analysis import inspect
+from ridgeline.cuda import CudaKernel
+from ridgeline.lab.analysis import disassembly, inspect
+from ridgeline.lab.presentation.site import compiled
+from ridgeline.lab.presentation.site.kernels import digest
 from ridgeline.op import Case, Implementation, RidgelineError, Spec
 
 # {(op, implementation, kernel, arch): (bytes per thread in and out, why)}
@@ -325,6 +336,8 @@ FULL = "sm_90"  # what results are recorded of: benchmarks' kernels are compiled
 NEWER = ("sm_120", "sm_86", "sm_89")  # one of them for each op, in turn
 OTHERS = ("sm_80", "sm_100", "gfx942")  # likewise, in the same turn
 
+MEMO = Path(__file__).with_name("kernels_that_fit.txt")
+
 pytestmark = pytest.mark.compiles
 
 
@@ -417,8 +430,11 @@ def one_of_each(found: Iterable[tuple[Launch, dict[str, Any]]]) -> list[tuple[La
     return kept
 
 
-def kernels(implementation: Implementation, arch: str, every: bool) -> list[inspect.Resources]:
-    """Kernels of an implementation, over its benchmarks, small cases and dtypes, forward and backward. With `every` all
+Chosen = list[tuple[Launch, dict[str, Any]]]
+
+
+def chosen(implementation: Implementation, arch: str, every: bool) -> Chosen:
+    """Launches of an implementation, over its benchmarks, small cases and dtypes, forward and backward. With `every` all
     that differ."""
     if implementation.op.name in LARGE and not every:  # what implementations share is compiled for the first of them
         able = [i for name in LARGE for i in op.registry()[name].implementations.values() if runs(i, arch)]
@@ -428,13 +444,18 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
         found = [*calls(implementation, arch)]
     different = {inspect.signature(launch): (launch, facts) for launch, facts in found}
     if implementation.op.name not in LARGE and not every:
-        chosen = {inspect.signature(launch) for launch, _ in one_of_each(found)}
+        some = {inspect.signature(launch) for launch, _ in one_of_each(found)}
         if arch == FULL and implementation.op.name not in MANY:
-            chosen |= {inspect.signature(launch) for launch, facts in found if facts["bench"]}
-        different = {signature: one for signature, one in different.items() if signature in chosen}
-    inspect.compile_side_by_side([launch for launch, _ in different.values()], arch)
+            some |= {inspect.signature(launch) for launch, facts in found if facts["bench"]}
+        different = {signature: one for signature, one in different.items() if signature in some}
+    return [*different.values()]
+
+
+def kernels(implementation: Implementation, arch: str, found: Chosen) -> list[inspect.Resources]:
+    """What the kernels of these launches take."""
+    inspect.compile_side_by_side([launch for launch, _ in found], arch)
     made = []
-    for launch, facts in different.values():
+    for launch, facts in found:
         whose = {"op": implementation.op.name, "implementation": implementation.name}
         code = inspect.of_launch(launch)
         if "wgmma" in code.texts.get("ptx", "") and arch == FULL:  # `unwritten` reads SASS
@@ -443,30 +464,111 @@ def kernels(implementation: Implementation, arch: str, every: bool) -> list[insp
     return made
 
 
-def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.FixtureRequest) -> None:
-    found = kernels(implementation, arch, request.config.getoption("every_kernel"))
-    assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
-    faults = []
-    for r in found:
+def faults(implementation: Implementation, arch: str, found: Chosen) -> list[str]:
+    """What is wrong with the kernels of these launches, a sentence each."""
+    wrong = []
+    for r in kernels(implementation, arch, found):
         listed = SPILLS.get((r.op, r.implementation, r.kernel, arch), (0, ""))[0]
         allowed = listed + MORE.get(implementation.kind, MOVED)
         what = f"{r.kernel} ({r.case} {r.dtype} {r.direction}, {r.constants})"
         if r.stack and r.spill_loads + r.spill_stores > allowed:
-            faults.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
+            wrong.append(f"{what} spills {r.spill_stores} bytes out and {r.spill_loads} in; {allowed} allowed")
         if r.shared > device.known(arch).shared_memory:
             most = device.known(arch).shared_memory
-            faults.append(f"{what} takes {r.shared:,} bytes of shared memory; {arch} has {most:,}")
+            wrong.append(f"{what} takes {r.shared:,} bytes of shared memory; {arch} has {most:,}")
         if r.threads > 1024:
-            faults.append(f"{what} has {r.threads} threads per block; 1024 is the most")
+            wrong.append(f"{what} has {r.threads} threads per block; 1024 is the most")
         if r.kind == "cuda" and -(-r.registers // 8) * 8 * r.threads > REGISTERS:
-            faults.append(
+            wrong.append(
                 f"{what} has {r.threads} threads of {r.registers} registers; a multiprocessor has {REGISTERS:,}"
             )
         if arch == FULL and implementation.kind in ("triton", "gluon") and r.unwritten:
-            faults.append(f"{what} reads {', '.join(r.unwritten)} before it writes them: the assembler's fault")
+            wrong.append(f"{what} reads {', '.join(r.unwritten)} before it writes them: the assembler's fault")
         if "packed" in implementation.name and implementation.op.case(r.case).use == "bench" and r.widest_load < 16:
-            faults.append(f"{what} has no load of 16 bytes")
-    assert not faults, "\n".join(faults)
+            wrong.append(f"{what} has no load of 16 bytes")
+    return wrong
+
+
+def stamp(value: Any) -> Any:
+    """A constant by what it says; a function by its source, with that of all it calls."""
+    if isinstance(value, tuple):
+        return type(value).__name__, [stamp(part) for part in value]
+    return getattr(value, "cache_key", None) or repr(value)
+
+
+@cache
+def judges() -> list[Any]:
+    """What decides whether a kernel fits, but for its allowances."""
+    readers = [Path(str(module.__file__)).read_text() for module in (inspect, disassembly)]
+    return [*readers, getsource(kernels), getsource(faults), MORE, MOVED, REGISTERS, FULL]
+
+
+def fingerprint(implementation: Implementation, arch: str, found: Chosen) -> str:
+    """Names everything that `faults` of these launches depends on."""
+    parts = []
+    for launch, facts in found:
+        kernel = digest(launch) if isinstance(launch.kernel, CudaKernel) else launch.kernel.cache_key
+        constants = [(name, stamp(value)) for name, value in sorted(launch.constants.items())]
+        call = [facts[name] for name in ("case", "dtype", "direction", "bench")]
+        parts.append(repr((kernel, constants, inspect.signature(launch)[3:], call)))
+    whose = implementation.op.name, implementation.name
+    allowed = {key: most for key, (most, _) in SPILLS.items() if key[:2] == whose and key[3] == arch}
+    card = repr(device.known(arch)), compiled.compiler(implementation.kind)
+    said = repr((whose, arch, card, sorted(parts), sorted(allowed.items()), judges()))
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@cache
+def that_fit() -> dict[str, str]:
+    """{test: digest} of the tests that have passed."""
+    return dict(line.split() for line in MEMO.read_text().splitlines()) if MEMO.exists() else {}
+
+
+def remember(test: str, name: str) -> None:
+    """Adds or changes a digest. One line, written at once: other processes write to the file as well."""
+    with MEMO.open("a") as file:
+        file.write(f"{test} {name}\n")
+
+
+def test_kernels_fit(implementation: Implementation, arch: str, request: pytest.FixtureRequest) -> None:
+    every, record = (request.config.getoption(name) for name in ("every_kernel", "remember_kernels"))
+    test = f"{implementation.op.name}-{implementation.name}-{arch}"
+    found = chosen(implementation, arch, every)
+    assert found, f"{implementation.op.name} {implementation.name} supports none of its op's cases on {arch}"
+    name = fingerprint(implementation, arch, found)
+    if that_fit().get(test) == name and not every and (record or int(name, 16) % 8):
+        return
+    wrong = faults(implementation, arch, found)
+    assert not wrong, "\n".join(wrong)
+    if record and not every:
+        remember(test, name)
+
+
+def test_a_fingerprint_names_what_a_kernel_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same for the same launches, and another for another source, constant, allowance or compiler."""
+    implementation = op.registry()["gelu"].implementations["triton"]
+    found = chosen(implementation, FULL, False)
+    name, seen = fingerprint(implementation, FULL, found), set[str]()
+    assert name == fingerprint(implementation, FULL, chosen(implementation, FULL, False))
+    launch, facts = found[0]
+    more = replace(launch, constants=launch.constants | {"num_warps": 16})
+    seen.add(fingerprint(implementation, FULL, [(more, facts), *found[1:]]))
+    seen.add(fingerprint(implementation, "sm_80", found))
+    with monkeypatch.context() as patch:
+        patch.setitem(SPILLS, ("gelu", "triton", launch.kernel.__name__, FULL), (8, ""))
+        seen.add(fingerprint(implementation, FULL, found))
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.kernel, "hash", "another")
+        seen.add(fingerprint(implementation, FULL, found))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "compiler", lambda kind: "another")
+        seen.add(fingerprint(implementation, FULL, found))
+    assert len(seen) == 5 and name not in seen
+
+
+def test_the_digests_are_of_tests_that_exist() -> None:
+    tests = {f"{i.op.name}-{i.name}-{arch}" for i, arch in rungs(False)}
+    assert [*that_fit()] == sorted(that_fit()) and that_fit().keys() <= tests, "run: make compiled"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

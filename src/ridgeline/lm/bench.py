@@ -29,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action=argparse.BooleanOptionalAction, help="each row in its own process (on a GPU: yes)")
     lab.record_flag(parser)
     add("--roof", type=float, metavar="FLOPS", help="the rate of matrix products that MFU is held against (measured)")
+    add("--graph", action="store_true", help="replay the step as one CUDA graph, so that the host's time is gone")
     add("--first", action="store_true", help="split the first step into compiling, loading, allocating and running")
 
 
@@ -107,11 +108,10 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _figures(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    setup = build(options, device)
+    setup, gpu = build(options, device), device.type == "cuda"
     for _ in range(options.warmups[0]):
         setup.step(options.mode)
-    gpu = device.type == "cuda"
-    if gpu:
+    if gpu and not setup.graph:  # a graph takes its memory when it is made
         torch.cuda.reset_peak_memory_stats()
     runs = [Stopwatch(setup, options.mode) for _ in range(options.steps)]
     seconds = lab.figures([run.whole for run in runs])
@@ -300,6 +300,7 @@ def _table(rows: list[dict[str, Any]]) -> None:
         shown.append([*what, times[0], units.spread(s), *times[1:], *rest])
     one = rows[0]
     how = f"{one['mode']}, {one['autocast'] or one['precision']}, {one['impl']}{', compiled' * one['compile']}"
+    how += ", in a CUDA graph" * one.get("graph", False)
     figures = ["context", "batch", "median", "95%", "mean", "deviation", "tokens/s", "MFU", "peak"]
     lab.print_table(f"{how}, on {one['device']}", ["size"], figures, shown)
 

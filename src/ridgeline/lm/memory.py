@@ -167,6 +167,7 @@ def measured(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> i
 
 def peak_of(setup: Setup, mode: str, run: Callable[[], Any] | None = None) -> int:
     """As `measured`, without the warm-up."""
+    setup.graphs.pop(mode, None)  # a graph takes its memory when it is made
     run = run or partial(setup.step, mode)
     kept = [*setup.plain.parameters(), setup.tokens, setup.target]
     if mode == "step":

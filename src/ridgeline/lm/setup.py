@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ def shape(options: argparse.Namespace) -> Size:
 class Setup:
     """A model with its data and optimizer. `step(mode)` runs one of MODES and returns the loss, on the device.
 
-    It calls `mark` with "forward", "backward" and "optimizer" when the host has started each of them."""
+    It calls `mark` with "forward", "backward" and "optimizer" when the host has started each of them; with `graph`,
+    which makes each mode a CUDA graph when it first runs and replays that from then on, with "graph" alone."""
 
     size: Size
     model: Callable[..., torch.Tensor]  # compiled if asked for
@@ -67,11 +68,35 @@ class Setup:
     target: torch.Tensor
     optimizer: Any
     autocast: torch.dtype | None
+    graph: bool = False
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = field(default_factory=dict)
 
     def context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.autocast is None else torch.autocast(self.tokens.device.type, self.autocast)
 
     def step(self, mode: str, mark: Callable[[str], Any] = lambda part: None) -> torch.Tensor:
+        if not self.graph:
+            return self._step(mode, mark)
+        if mode not in self.graphs:
+            self.graphs[mode] = self._captured(mode)
+        graph, loss = self.graphs[mode]
+        graph.replay()
+        mark("graph")
+        return loss
+
+    def _captured(self, mode: str) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Returns a graph of a mode and the loss that it writes. Two steps before compile kernels and make moments."""
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                self._step(mode)
+        torch.cuda.current_stream().wait_stream(aside)
+        with torch.cuda.graph(graph):
+            loss = self._step(mode)
+        return graph, loss
+
+    def _step(self, mode: str, mark: Callable[[str], Any] = lambda part: None) -> torch.Tensor:
         with torch.set_grad_enabled(mode != "forward"), self.context():
             loss = self.model(self.tokens, self.target)
         mark("forward")
@@ -97,6 +122,7 @@ def named(options: argparse.Namespace) -> dict[str, Any]:
     """Returns what a recorded row says of a run: the model, with what was changed of it, and how it ran."""
     kept = ("size", "context", "batch", "mode", "precision", "autocast", "impl", "compile", "checkpoint")
     changed = {name: value for name in SHAPE if (value := getattr(options, name)) is not None}
+    changed |= {"graph": True} if getattr(options, "graph", False) else {}
     return {name: getattr(options, name) for name in kept} | changed | {"device": chosen_device(options).type}
 
 
@@ -116,7 +142,9 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
         raise RidgelineError("lm: --autocast computes in half precision over float32 weights: leave --precision out")
     if options.remake and options.compile:
         raise RidgelineError("lm: torch.compile itself chooses what backward recomputes: leave --remake out")
-    device = device or chosen_device(options)
+    device, graph = device or chosen_device(options), getattr(options, "graph", False)
+    if graph and device.type == "cpu":
+        raise RidgelineError("lm: --graph makes a step a CUDA graph, which needs a GPU")
     found, dtype = shape(options), PRECISIONS[options.precision]
     torch.manual_seed(options.seed)
     with torch.device(device):
@@ -126,4 +154,5 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
     own = ridgeline.optim.AdamW if options.impl == "ridgeline" else torch.optim.AdamW
     model = torch.compile(plain) if options.compile else plain
     cast = PRECISIONS[options.autocast] if options.autocast else None
-    return Setup(found, model, plain, tokens, target, own(plain.parameters(), lr=1e-4), cast)
+    optimizer = own(plain.parameters(), lr=1e-4, **({"capturable": True} if graph else {}))
+    return Setup(found, model, plain, tokens, target, optimizer, cast, graph)

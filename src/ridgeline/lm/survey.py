@@ -1,4 +1,4 @@
-"""Times sizes plain, compiled and ours, and finds the largest context that fits: rows that are kept as they come."""
+"""Times sizes plain, compiled, ours, and ours in a CUDA graph, and finds the largest context that fits: rows that are kept as they come."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from ridgeline.lm.setup import MODES, PRECISIONS, Setup, build, chosen_device, f
 from ridgeline.lm.sizes import SIZES
 from ridgeline.op import RidgelineError
 
-IMPLS = {"ours": ("ridgeline", False), "plain": ("naive", False), "compiled": ("naive", True)}
+IMPLS: dict[str, dict[str, Any]] = {  # flags of `lm bench`
+    "ours": {"impl": "ridgeline"},
+    "plain": {"impl": "naive"},
+    "graph": {"impl": "ridgeline", "graph": True},
+    "compiled": {"impl": "naive", "compile": True},
+}
 WHAT = ("bench", "predict", "context", "overhead")
 SECONDS = 3.0  # for the timed steps of a row
 
@@ -48,11 +53,13 @@ def jobs(options: argparse.Namespace) -> list[str]:
     def bench(precisions: Sequence[str], impls: Sequence[str]) -> list[str]:
         return [f"bench:{s}:{p}:{i}" for p in precisions for s in sizes for i in impls if i in options.impls]
 
-    eager = [name for name, (_, compiled) in IMPLS.items() if not compiled]
+    eager, last = ["ours", "plain"], ["compiled"]
+    if chosen_device(options).type == "cuda":
+        last = ["graph", *last]
     found = bench(half, eager)
     found += [f"context:{sizes[0]}:{half[0]}:{i}" for i in eager if i in options.impls]
     found += [f"overhead:{s}:{half[0]}:ours" for s in sizes[:2] if "ours" in options.impls]
-    return found + bench(options.precisions[1:], eager) + bench(options.precisions, ["compiled"])
+    return found + bench(options.precisions[1:], eager) + bench(options.precisions, last)
 
 
 def options_of(job: str, options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
@@ -60,8 +67,7 @@ def options_of(job: str, options: argparse.Namespace, **changes: Any) -> argpars
     parser = argparse.ArgumentParser()
     flags(parser)
     _, size, precision, impl = job.split(":")
-    kind, compiled = IMPLS[impl]
-    given = {"size": size, "precision": precision, "impl": kind, "compile": compiled, "card": None}
+    given = {"size": size, "precision": precision, "card": None} | IMPLS[impl]
     shared = {name: getattr(options, name) for name in ("context", "batch", "device")}
     return argparse.Namespace(**vars(parser.parse_args([])) | given | shared | changes)
 

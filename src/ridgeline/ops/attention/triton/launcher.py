@@ -46,10 +46,18 @@ class Call(NamedTuple):
         """
         return self.mask is not None or self.softcap > 0 or self.scale <= 0 or self.q.dtype == torch.float32
 
+    @property
+    def products(self) -> str:
+        """How float32 products are made, as `tl.dot` names it: on Hopper a full one is three of TF32's, on matrix units.
+
+        Each operand is a TF32 number and what is left of it; the product of what is left of both is dropped."""
+        gpu, full = device.of(self.q), self.q.dtype == torch.float32 and self.precision == "ieee"
+        return "tf32x3" if full and gpu.capability == 90 and self.q.shape[-1] <= 128 else self.precision
+
     def rules(self, unit: int) -> Rules:
         main, rest = column_parts(self.q.shape[-1])
         facts = self.left < UNBOUNDED, self.right < UNBOUNDED, self.bottom, self.softcap > 0, self.apart
-        return Rules(*facts, self.q.shape[-1], main, rest, unit, self.precision, self.prefix > 0)
+        return Rules(*facts, self.q.shape[-1], main, rest, unit, self.products, self.prefix > 0)
 
     def scales(self) -> Scale:
         return Scale(self.scale, rounded_off(self.scale) if self.apart else self.scale * LOG2E, self.softcap)
@@ -131,6 +139,8 @@ def _half(gpu: device.Device, kernel: str, width: int) -> tuple[int, int, int, i
 def _single(gpu: device.Device, kernel: str, width: int, precision: str) -> tuple[int, int, int, int]:
     if gpu.backend == "cpu":
         return 32, 16, 4, 1
+    if precision == "tf32x3":  # tiles of 64 rows, by wgmma, are no quicker, and faulted on an H200 at D 80
+        return 32, 32, 8 if width == 128 else 4, 1
     if precision == "ieee" or gpu.backend == "hip":
         return (32, 16, 4, 1) if width > 128 else (32, 32, 4, 1)
     return (32, 32, 4, 1) if width > 128 else (64, 32, 4, 2) if kernel == "fwd" else (32, 32, 4, 2)
@@ -172,9 +182,9 @@ def start(kernel: Any, name: str, given: tuple[Any, ...], call: Call, unit: int,
     sequences = batch if cu is None else cu.q.numel() - 1
 
     def config() -> dict[str, Any]:
-        words = [dtype_name(q), *([call.precision] if q.dtype == torch.float32 else []), str(width)]
+        words = [dtype_name(q), *([call.products] if q.dtype == torch.float32 else []), str(width)]
         key = " ".join([*words, *(["causal"] * (call.right < UNBOUNDED)), *(["mask"] * masked)])
-        rule = partial(_rule, gpu, name, q.dtype, call.precision, width, masked)
+        rule = partial(_rule, gpu, name, q.dtype, call.products, width, masked)
         chosen = tuning.config(gpu, "attention", name, key, rule, _space)
         ragged = cu is not None or along % chosen["BM" if keys else "BN"] != 0
         return chosen | {"TAIL": tail or masked or ragged}

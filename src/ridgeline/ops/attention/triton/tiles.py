@@ -147,7 +147,7 @@ def add_product(acc, p, x, RULES: tl.constexpr):
 @triton.jit
 def add_columns(acc, p, x, PRECISION: tl.constexpr):
     """Returns acc + p x. In full float32 a block is summed apart: one chain over all blocks would round more."""
-    if x.dtype == tl.float32 and PRECISION == "ieee":
+    if x.dtype == tl.float32 and PRECISION != "tf32":
         # fma, since the compiler turns a plain addition into one chain.
         acc = tl.fma(tl.dot(p, x, input_precision=PRECISION), 1.0, acc)
     else:
