@@ -58,7 +58,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Sorts the digests that processes added to kernels_that_fit.txt, and drops those of tests that are gone."""
     path = Path(__file__).with_name("kernels_that_fit.txt")
     if session.config.getoption("remember_kernels") and not hasattr(session.config, "workerinput") and path.exists():
+        from test_kernels import names
+
         known = dict(line.split() for line in path.read_text().splitlines())
+        known = {test: digest for test, digest in known.items() if test in names()}
         path.write_text("".join(f"{test} {digest}\n" for test, digest in sorted(known.items())))
 
 

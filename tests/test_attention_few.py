@@ -196,6 +196,27 @@ def test_who_serves(q: tuple[int, ...], k: tuple[int, ...], expected: str) -> No
     assert serves(meta(*q), meta(*k)) == (expected, "gluon")
 
 
+@pytest.mark.parametrize(("card", "D", "setting", "expected"), [
+    ("h200", 64, "highest", "tf32x3"),
+    ("h200", 128, "highest", "tf32x3"),
+    ("h200", 256, "highest", "ieee"),  # it spills
+    ("h200", 64, "high", "tf32"),
+    ("b200", 64, "highest", "ieee"),  # untimed
+], ids=str)  # fmt: skip
+def test_products_of_float32(
+    card: str, D: int, setting: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Full ones are three of TF32's on Hopper, in both directions."""
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
+    q, seen = torch.empty(2, 4, 300, D, device="meta").requires_grad_(), list[Launch]()
+    with devices.pretend(card), observe(seen.append):
+        o = ridgeline.attention(q, q, q, impl="triton")
+        torch.autograd.grad(o, q, torch.empty_like(o))
+    found = {one.kernel.__name__: one.constants["RULES"].PRECISION for one in seen}
+    assert found.pop("_delta") == ""
+    assert found == dict.fromkeys(("_fwd", "_bwd", "_bwd_dq"), expected)
+
+
 def test_a_named_rung_runs() -> None:
     q, k = meta(1, 32, 2, 128).requires_grad_(), meta(1, 8, 4096, 128)
     with devices.pretend("sm_90"):

@@ -370,6 +370,11 @@ def rungs(every: bool) -> list[tuple[Implementation, str]]:
     return [(i, arch) for i, turn in turns() for arch in targets(i, turn, every)]
 
 
+def names() -> set[str]:
+    """The tests of which kernels_that_fit.txt may hold digests."""
+    return {f"{i.op.name}-{i.name}-{arch}" for i, arch in rungs(False)}
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_kernels_fit:
         found = rungs(metafunc.config.getoption("every_kernel"))
@@ -434,8 +439,8 @@ Chosen = list[tuple[Launch, dict[str, Any]]]
 
 
 def chosen(implementation: Implementation, arch: str, every: bool) -> Chosen:
-    """Launches of an implementation, over its benchmarks, small cases and dtypes, forward and backward. With `every` all
-    that differ."""
+    """Launches of an implementation, over its benchmarks, small cases and dtypes, forward and backward. With `every`
+    all that differ."""
     if implementation.op.name in LARGE and not every:  # what implementations share is compiled for the first of them
         able = [i for name in LARGE for i in op.registry()[name].implementations.values() if runs(i, arch)]
         all_of_them = (one for i in able for one in calls(i, arch, None if arch == FULL else 0))
@@ -563,12 +568,13 @@ def test_a_fingerprint_names_what_a_kernel_depends_on(monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "compiler", lambda kind: "another")
         seen.add(fingerprint(implementation, FULL, found))
-    assert len(seen) == 5 and name not in seen
+    assert len(seen) == 5
+    assert name not in seen
 
 
 def test_the_digests_are_of_tests_that_exist() -> None:
-    tests = {f"{i.op.name}-{i.name}-{arch}" for i, arch in rungs(False)}
-    assert [*that_fit()] == sorted(that_fit()) and that_fit().keys() <= tests, "run: make compiled"
+    assert [*that_fit()] == sorted(that_fit()), "run: make compiled"
+    assert that_fit().keys() <= names(), "run: make compiled"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shlex
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from ridgeline import cli, cuda
-from ridgeline.lm import attention, bench, command, lab
+from ridgeline.lm import attention, bench, command, lab, memory
+from ridgeline.lm.setup import build
 from ridgeline.lm.sizes import SIZES
 
 TINY = ("--size", "tiny", "--batch", "2", "--context", "16", "--device", "cpu")
@@ -51,6 +53,59 @@ def test_one_row(mode: str, parts: int, impl: str, capsys: pytest.CaptureFixture
     assert sum(row["parts"].values()) < 3 * row["seconds"]["high"]
     assert row["tokens_per_second"] == pytest.approx(32 / row["seconds"]["median"])
     assert (row["mfu"], row["peak_bytes"]) == (None, None)  # a CPU has neither
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    bench.arguments(parser)
+    return parser.parse_args([*arguments])
+
+
+def test_a_graph_is_made_once_a_mode_and_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By stand-ins for CUDA: two steps, the captured one, and replays, which run no Python."""
+    made: list[Any] = []
+
+    class Graph:
+        replays = 0
+
+        def __init__(self) -> None:
+            made.append(self)
+
+        def replay(self) -> None:
+            self.replays += 1
+
+    class Stream:
+        def wait_stream(self, other: Stream) -> None:
+            pass
+
+    for name, stand_in in (("CUDAGraph", Graph), ("Stream", Stream), ("current_stream", Stream)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    setup, ran = build(options(*TINY)), list[str]()
+    setup.graph, step = True, setup._step
+    monkeypatch.setattr(type(setup), "_step", lambda self, mode, *mark: ran.append(mode) or step(mode, *mark))
+    marks: list[str] = []
+    loss = setup.step("step", marks.append)
+    assert setup.step("step", marks.append) is loss
+    assert loss.isfinite()
+    assert (ran, marks, made[0].replays) == (["step"] * 3, ["graph"] * 2, 2)
+    setup.step("forward")
+    assert ran[3:] == ["forward"] * 3
+    assert made[1].replays == 1
+    memory.peak_of(setup, "step")  # a graph takes its memory when it is made
+    assert ran[6:] == ["step"] * 3
+    assert len(made) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["ridgeline", "torch"])
+def test_a_graph_trains_as_steps_do(impl: str) -> None:
+    """Its first replay is the third step: two come before the capture."""
+    how = "--size", "tiny", "--batch", "2", "--context", "16", "--impl", impl
+    plain, graphed = build(options(*how)), build(options(*how, "--graph"))
+    losses = [plain.step("step").item() for _ in range(5)]
+    assert [graphed.step("step").item() for _ in range(3)] == pytest.approx(losses[2:], rel=1e-5)
 
 
 def test_mfu_is_held_against_the_roof(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +186,8 @@ def test_the_guide_names_flags_that_exist() -> None:
         (("bench", "--size", "tiny", "--steps", "-3"), "a whole number of 1 or more, and got '-3'"),
         (("bench", "--size", "tiny", "--warmups", "1,x"), "a whole number of 0 or more, and got 'x'"),
         (("bench", "--warmups", "0,1", "--grid", "tiny", "16"), "one number of --warmups"),
+        (("bench", "--size", "tiny", "--graph", "--device", "cpu"), "--graph makes a step a CUDA graph, which needs"),
+        (("bench", "--warmups", "0,1", "--graph"), "leave --graph out"),
         (("attention", "--impls", "fast"), "there is no implementation 'fast'; there are tiled"),
         (("attention", "--dim", "17"), "no point"),
     ],

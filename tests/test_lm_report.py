@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,6 +188,14 @@ def test_jobs_come_in_the_order_of_their_worth():
     assert order[:3] == ["bench:xl:bfloat16:ours", "bench:xl:bfloat16:plain", "bench:small:bfloat16:ours"]
     assert [job.endswith("compiled") for job in order] == sorted(job.endswith("compiled") for job in order)
     assert len(order) == len(set(order)) == 8 * 3 + 4
+
+
+def test_graphs_are_timed_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(survey, "chosen_device", lambda options: SimpleNamespace(type="cuda"))
+    order = survey.jobs(parsed("survey"))
+    assert sum(job.endswith(":graph") for job in order) == sum(job.endswith(":compiled") for job in order) == 8
+    assert survey.options_of("bench:small:bfloat16:graph", parsed("survey")).graph
+    assert not getattr(survey.options_of("bench:small:bfloat16:ours", parsed("survey")), "graph", False)
 
 
 def test_the_headline_claims_no_speed_within_the_noise():

@@ -332,6 +332,8 @@ def main(options: argparse.Namespace) -> int:
     lab.recordable(options.record)
     if len(options.warmups) > 1 and options.grid:
         raise RidgelineError("lm bench: --grid takes one number of --warmups; give several without --grid")
+    if options.graph and (options.first or len(options.warmups) > 1):
+        raise RidgelineError("lm bench: a study of warm-ups times steps as the host starts them: leave --graph out")
     if not options.grid and (why := fits(options)):
         raise RidgelineError(f"lm bench: {why}")
     studied = len(options.warmups) > 1

@@ -1,4 +1,6 @@
-"""Times sizes plain, compiled, ours, and ours in a CUDA graph, and finds the largest context that fits: rows that are kept as they come."""
+"""Times sizes plain, compiled, ours, and ours in a CUDA graph, and finds the largest context that fits.
+
+Rows are kept as they come."""
 
 from __future__ import annotations
 

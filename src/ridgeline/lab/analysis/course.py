@@ -288,7 +288,7 @@ ANSWERS: dict[str, tuple[Callable[[list[Row]], str | None], str]] = {
     # measured before rows of these were kept
     "profile": (kinds, "medium, float32: products 67% of training, attention 19%, optimizer 5.7%, norms 3.2%"),
     "autocast": (autocast, "step: small 29.6 ms, medium 43.5 ms"),
-    "leaderboard": (board, "8.70 s ± 0.2%, peak 137.8 GB"),
+    "leaderboard": (board, "8.74 s ± 1.6%, peak 137.8 GB"),
     "attention-board": (attention_board, "3.20 ms; PyTorch's own 4.26, floor 2.92"),
     "peaks": (peaks, "xl, context 512, bfloat16 step: 25.8 GiB, predicted 25.6; plain 35.2, predicted 35.0"),
     "scale": (scale, units.DASH),

@@ -48,7 +48,7 @@ class Call(NamedTuple):
 
     @property
     def products(self) -> str:
-        """How float32 products are made, as `tl.dot` names it: on Hopper a full one is three of TF32's, on matrix units.
+        """How float32 products are made, as `tl.dot` names it: on Hopper, a full one by three of TF32's.
 
         Each operand is a TF32 number and what is left of it; the product of what is left of both is dropped."""
         gpu, full = device.of(self.q), self.q.dtype == torch.float32 and self.precision == "ieee"
