@@ -236,7 +236,7 @@ def _shared_bwd(
 
 
 def _left(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
-    """Which calls `triton_chunks` leaves to `triton`, by what `rows_of` takes."""
+    """Which calls `triton_chunks` and `gluon_chunks` leave to `triton`, by what `rows_of` takes."""
     ends = cu_seqlens if len(args) < 10 else args[-3]
     return shared_heads.unshared.left(shared_heads.rows_of(*args)[2], ends)
 

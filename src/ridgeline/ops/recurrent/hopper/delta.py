@@ -1,7 +1,8 @@
-"""Starts of the delta rule's Gluon kernels for Hopper: a gate per token, half precision, 128 channels and columns.
+"""Starts of the delta rule's Gluon kernels for Hopper: half precision, 128 channels and columns.
 
-The chains and the gradients of chunks are here; `triton/delta_chunks.py` makes the matrices, joins segments, and serves
-every other call. Outputs and gradients have the same places in memory, so either kernel may follow the other's.
+The chains and the gradients of chunks are here; with a gate per channel these gradients take bfloat16 alone.
+`triton/delta_chunks.py` makes the matrices, joins segments, and serves every other call. Outputs and gradients have the
+same places in memory, so either kernel may follow the other's.
 """
 
 from __future__ import annotations

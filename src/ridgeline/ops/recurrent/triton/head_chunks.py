@@ -194,7 +194,7 @@ def left(v: torch.Tensor, ends: Maybe) -> str | None:
 
 
 def left_of_gates(*args: Any, cu_seqlens: Maybe = None, **_: Any) -> str | None:
-    """As `left`, of gated_linear_attention's calls, by public arguments or a launcher's inputs."""
+    """As `left`, of calls with a gate per head or none, by public arguments or a launcher's inputs."""
     if len(args) < 9:
         return left(args[2], cu_seqlens)
     inputs = args[len(args) - 9 :]  # after backward's two gradients
