@@ -61,7 +61,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         from test_kernels import names
 
         known = dict(line.split() for line in path.read_text().splitlines())
-        known = {test: digest for test, digest in known.items() if test in names()}
+        there = names()
+        known = {test: digest for test, digest in known.items() if test in there}
         path.write_text("".join(f"{test} {digest}\n" for test, digest in sorted(known.items())))
 
 

@@ -217,6 +217,15 @@ def test_products_of_float32(
     assert found == dict.fromkeys(("_fwd", "_bwd", "_bwd_dq"), expected)
 
 
+def test_few_queries_keep_one_product_of_float32() -> None:
+    """Their tiles have 64 rows, for which three products of TF32 are no good."""
+    q, k, seen = torch.empty(2, 64, 8, 80, device="meta"), torch.empty(2, 8, 4096, 80, device="meta"), list[Launch]()
+    with devices.pretend("h200"), observe(seen.append):
+        ridgeline.attention(q, k, k, impl="triton")
+    assert seen[0].kernel is split_keys._fwd
+    assert seen[0].constants["RULES"].PRECISION == "ieee"
+
+
 def test_a_named_rung_runs() -> None:
     q, k = meta(1, 32, 2, 128).requires_grad_(), meta(1, 8, 4096, 128)
     with devices.pretend("sm_90"):

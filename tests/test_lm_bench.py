@@ -93,8 +93,9 @@ def test_a_graph_is_made_once_a_mode_and_replayed(monkeypatch: pytest.MonkeyPatc
     setup.step("forward")
     assert ran[3:] == ["forward"] * 3
     assert made[1].replays == 1
-    memory.peak_of(setup, "step")  # a graph takes its memory when it is made
-    assert ran[6:] == ["step"] * 3
+    assert [*setup.graphs] == ["forward"]  # the other's memory is free
+    memory.peak_of(setup, "forward")  # a graph takes its memory when it is made
+    assert ran[6:] == ["forward"] * 3
     assert len(made) == 3
 
 
@@ -187,7 +188,8 @@ def test_the_guide_names_flags_that_exist() -> None:
         (("bench", "--size", "tiny", "--warmups", "1,x"), "a whole number of 0 or more, and got 'x'"),
         (("bench", "--warmups", "0,1", "--grid", "tiny", "16"), "one number of --warmups"),
         (("bench", "--size", "tiny", "--graph", "--device", "cpu"), "--graph makes a step a CUDA graph, which needs"),
-        (("bench", "--warmups", "0,1", "--graph"), "leave --graph out"),
+        (("bench", "--warmups", "0,1", "--graph"), "a study of warm-ups times steps as the host starts them"),
+        (("bench", "--first", "--graph"), "--first times steps as the host starts them: leave --graph out"),
         (("attention", "--impls", "fast"), "there is no implementation 'fast'; there are tiled"),
         (("attention", "--dim", "17"), "no point"),
     ],

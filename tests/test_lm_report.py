@@ -190,6 +190,11 @@ def test_jobs_come_in_the_order_of_their_worth():
     assert len(order) == len(set(order)) == 8 * 3 + 4
 
 
+def test_a_graph_alone_needs_a_gpu():
+    with pytest.raises(RidgelineError, match="needs a GPU"):
+        survey.check(parsed("survey", "--impls", "graph", "--device", "cpu"))
+
+
 def test_graphs_are_timed_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(survey, "chosen_device", lambda options: SimpleNamespace(type="cuda"))
     order = survey.jobs(parsed("survey"))

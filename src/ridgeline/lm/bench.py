@@ -109,9 +109,12 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
 
 def _figures(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     setup, gpu = build(options, device), device.type == "cuda"
+    if setup.graph:  # it takes its memory when it is made, which is no step to time
+        torch.cuda.reset_peak_memory_stats()
+        setup.step(options.mode)
     for _ in range(options.warmups[0]):
         setup.step(options.mode)
-    if gpu and not setup.graph:  # a graph takes its memory when it is made
+    if gpu and not setup.graph:
         torch.cuda.reset_peak_memory_stats()
     runs = [Stopwatch(setup, options.mode) for _ in range(options.steps)]
     seconds = lab.figures([run.whole for run in runs])
@@ -333,7 +336,8 @@ def main(options: argparse.Namespace) -> int:
     if len(options.warmups) > 1 and options.grid:
         raise RidgelineError("lm bench: --grid takes one number of --warmups; give several without --grid")
     if options.graph and (options.first or len(options.warmups) > 1):
-        raise RidgelineError("lm bench: a study of warm-ups times steps as the host starts them: leave --graph out")
+        which = "--first" if options.first else "a study of warm-ups"
+        raise RidgelineError(f"lm bench: {which} times steps as the host starts them: leave --graph out")
     if not options.grid and (why := fits(options)):
         raise RidgelineError(f"lm bench: {why}")
     studied = len(options.warmups) > 1

@@ -211,7 +211,7 @@ class Transformer(nn.Module):
             run = partial(self._span if self.nested and size > max(1, self.every) else self._block, start, size)
             x, stream, *rotations = args
             x = x if stream is None else x + stream  # a checkpoint keeps one tensor, not two
-            args = *checkpoint(run, x, None, *rotations, use_reentrant=False), *rotations
+            args = *checkpoint(run, x, None, *rotations, use_reentrant=False, preserve_rng_state=False), *rotations
         return args[:2]
 
     def _block(self, first: int, count: int, x: torch.Tensor, stream: Any, cos: Any, sin: Any) -> Any:

@@ -59,7 +59,7 @@ class Setup:
     """A model with its data and optimizer. `step(mode)` runs one of MODES and returns the loss, on the device.
 
     It calls `mark` with "forward", "backward" and "optimizer" when the host has started each of them; with `graph`,
-    which makes each mode a CUDA graph when it first runs and replays that from then on, with "graph" alone."""
+    which makes a mode a CUDA graph when it first runs and replays that until another mode runs, with "graph" alone."""
 
     size: Size
     model: Callable[..., torch.Tensor]  # compiled if asked for
@@ -78,6 +78,7 @@ class Setup:
         if not self.graph:
             return self._step(mode, mark)
         if mode not in self.graphs:
+            self.graphs.clear()  # the memory of another mode's
             self.graphs[mode] = self._captured(mode)
         graph, loss = self.graphs[mode]
         graph.replay()

@@ -35,7 +35,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--sizes", type=lab.names, default=["xl", "small", "medium", "large"], metavar="NAMES", help="in this order")
     add("--precisions", type=lab.names, default=["bfloat16", "float32"], metavar="NAMES", help="bfloat16,float32")
-    add("--impls", type=lab.names, default=list(IMPLS), metavar="NAMES", help=f"of {', '.join(IMPLS)} (all)")
+    add(
+        "--impls",
+        type=lab.names,
+        default=list(IMPLS),
+        metavar="NAMES",
+        help=f"of {', '.join(IMPLS)} (all; graph needs a GPU)",
+    )
     add("--context", type=lab.positive, default=512, metavar="N", help="tokens of a sequence (512)")
     add("--batch", type=lab.positive, default=4, metavar="N", help="sequences (4)")
     add("--minutes", type=float, default=4.0, metavar="N", help="the time to keep to (4)")
@@ -282,7 +288,8 @@ def check(options: argparse.Namespace) -> None:
         raise RidgelineError(f"lm survey: --minutes must be above 0 and under a day (1440), and is {options.minutes:g}")
     if not options.limit > 0:
         raise RidgelineError(f"lm survey: --limit must be above 0 seconds, and is {options.limit:g}")
-    chosen_device(options)
+    if chosen_device(options).type == "cpu" and options.impls == ["graph"]:
+        raise RidgelineError("lm survey: graph makes a step a CUDA graph, which needs a GPU")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -204,8 +204,8 @@ def kinds(rows: list[Row]) -> str | None:
     halves = found[-1]["attention"]
     times, work = (halves["softmax"][what] / halves["products"][what] for what in ("us", "flops"))
     return (
-        f"medium, float32: {shares} of training; softmax takes {times:.2f} of the time of attention's products, "
-        f"for {work:.2f} of their operations"
+        f"medium, float32: {shares} of training; softmax takes {times:.1f} times as long as attention's products, "
+        f"with {units.percent(work)} of their operations"
     )
 
 

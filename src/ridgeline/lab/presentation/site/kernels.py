@@ -117,6 +117,7 @@ def digest(launch: Launch) -> str:
     if isinstance(launch.kernel, CudaKernel):
         texts = [path.read_text() for path in sorted(launch.kernel.path.parent.glob("*.cu*"))]
         texts += [path.read_text() for path in sorted((SRC / "tiles").glob("*.cuh"))]
+        texts.append(launch.kernel.name)
     else:
         texts = [source.text for source in sources(launch.kernel)]
     constants = sorted((k, str(getattr(v, "__name__", v))) for k, v in launch.constants.items())

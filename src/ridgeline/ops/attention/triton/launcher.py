@@ -48,16 +48,17 @@ class Call(NamedTuple):
 
     @property
     def products(self) -> str:
-        """How float32 products are made, as `tl.dot` names it: on Hopper, a full one by three of TF32's.
+        """How `start`'s kernels make float32 products, as `tl.dot` names it: on Hopper, a full one by three of TF32's.
 
         Each operand is a TF32 number and what is left of it; the product of what is left of both is dropped."""
         gpu, full = device.of(self.q), self.q.dtype == torch.float32 and self.precision == "ieee"
         return "tf32x3" if full and gpu.capability == 90 and self.q.shape[-1] <= 128 else self.precision
 
-    def rules(self, unit: int) -> Rules:
+    def rules(self, unit: int, products: str | None = None) -> Rules:
+        """products: of float32, where they are not of the call's own precision."""
         main, rest = column_parts(self.q.shape[-1])
         facts = self.left < UNBOUNDED, self.right < UNBOUNDED, self.bottom, self.softcap > 0, self.apart
-        return Rules(*facts, self.q.shape[-1], main, rest, unit, self.products, self.prefix > 0)
+        return Rules(*facts, self.q.shape[-1], main, rest, unit, products or self.precision, self.prefix > 0)
 
     def scales(self) -> Scale:
         return Scale(self.scale, rounded_off(self.scale) if self.apart else self.scale * LOG2E, self.softcap)
@@ -146,7 +147,10 @@ def _single(gpu: device.Device, kernel: str, width: int, precision: str) -> tupl
     return (32, 32, 4, 1) if width > 128 else (64, 32, 4, 2) if kernel == "fwd" else (32, 32, 4, 2)
 
 
-def _space() -> list[tuning.Config]:
+def _space(products: str) -> list[tuning.Config]:
+    if products == "tf32x3":
+        sizes = [(32, 32, 4), (32, 32, 8), (16, 32, 4), (32, 16, 4)]
+        return [{"BM": bm, "BN": bn, "num_warps": warps, "num_stages": 1} for bm, bn, warps in sizes]
     sizes = [
         (128, 128, 8),
         (128, 64, 8),
@@ -178,14 +182,14 @@ def start(kernel: Any, name: str, given: tuple[Any, ...], call: Call, unit: int,
     shared = 2 * along * D * q.element_size() * (group if keys else 1)  # bytes that all tiles of a head read
     gpu, width = device.of(q), sum(column_parts(D))
     section = max(1, min(batch * turns, gpu.l2 // 2 // max(shared, 1) * (1 if keys else group)))
-    masked = call.mask is not None
+    masked, products = call.mask is not None, call.products
     sequences = batch if cu is None else cu.q.numel() - 1
 
     def config() -> dict[str, Any]:
-        words = [dtype_name(q), *([call.products] if q.dtype == torch.float32 else []), str(width)]
+        words = [dtype_name(q), *([products] if q.dtype == torch.float32 else []), str(width)]
         key = " ".join([*words, *(["causal"] * (call.right < UNBOUNDED)), *(["mask"] * masked)])
-        rule = partial(_rule, gpu, name, q.dtype, call.products, width, masked)
-        chosen = tuning.config(gpu, "attention", name, key, rule, _space)
+        rule = partial(_rule, gpu, name, q.dtype, products, width, masked)
+        chosen = tuning.config(gpu, "attention", name, key, rule, partial(_space, products))
         ragged = cu is not None or along % chosen["BM" if keys else "BN"] != 0
         return chosen | {"TAIL": tail or masked or ragged}
 
@@ -196,4 +200,4 @@ def start(kernel: Any, name: str, given: tuple[Any, ...], call: Call, unit: int,
 
     sizes = Sizes(rows, columns, turns, sequences, section, call.left, call.right, call.prefix or None)
     bundles = call.masked(), cu, sizes, group, call.scales()
-    launch(kernel, grid, *given, *bundles, config=config, key=(name, rows, columns), RULES=call.rules(unit))
+    launch(kernel, grid, *given, *bundles, config=config, key=(name, rows, columns), RULES=call.rules(unit, products))
