@@ -155,5 +155,5 @@ def build(options: argparse.Namespace, device: torch.device | None = None) -> Se
     own = ridgeline.optim.AdamW if options.impl == "ridgeline" else torch.optim.AdamW
     model = torch.compile(plain) if options.compile else plain
     cast = PRECISIONS[options.autocast] if options.autocast else None
-    optimizer = own(plain.parameters(), lr=1e-4, **({"capturable": True} if graph else {}))
+    optimizer = own(plain.parameters(), lr=1e-4, capturable=graph)
     return Setup(found, model, plain, tokens, target, optimizer, cast, graph)
