@@ -133,8 +133,8 @@ SAID = {
     "weighted-sum": "16384 x 4096, float32: forward 2.00 ms, PyTorch's 2.00 ms; backward 2.00 ms, PyTorch's 2.00 ms",
     "models": "xl, bfloat16: forward: ours 2.00 ms, plain 2.00 ms; forward and backward: ours 2.00 ms, plain 2.00 ms",
     "compiled-models": "xl, bfloat16, backward: compiled 2.00 ms, plain 2.00 ms, ours 2.00 ms",
-    "profile": "medium, float32: products 60%, norms 40% of training; softmax takes 2.00 of the time of attention's "
-    "products, for 0.05 of their operations",
+    "profile": "medium, float32: products 60%, norms 40% of training; softmax takes 2.0 times as long as attention's "
+    "products, with 5.0% of their operations",
     "autocast": "step: small 2.00 ms",
     "leaderboard": "2.00 ms ±50%, floor 1.50 ms, peak 137.8 GB",
     "attention-board": "2.00 ms; PyTorch's own 2.00 ms, floor 1.50 ms",

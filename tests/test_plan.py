@@ -623,7 +623,7 @@ def test_traces_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("flags", "words"),
     [
         (["--against", "published"], ["MPT 7B, 512 H100", "example", "held out"]),
-        (["--against", "recorded"], ["leaderboard", "8.70 s", "host", "calibrates", "24.3 us"]),
+        (["--against", "recorded"], ["leaderboard", "8.74 s", "host", "calibrates", "24.3 us"]),
         (["--failures", "--model", "llama3-405b", "--gpus", "16384"], ["goodput", "16,384"]),
         (["--wan", "--cluster", "two-sites"], ["int8", "stale"]),
         (["--wan", "--gbps", "1", "--sites", "14"], ["14 sites"]),

@@ -70,7 +70,8 @@ def attention(
     Returns o, with q's shape, dtype and order of dimensions; with return_lse (o, lse), where lse is the natural
     logarithm of each row's sum of exponentials, its sink's included, (B, Hq, Sq), float32, also differentiable. A row
     that sees no key has o 0, lse -inf or its sink, and no gradient but the sink's.
-    float32 products follow `torch.get_float32_matmul_precision()`. Autocast casts q, k and v first.
+    float32 products follow `torch.get_float32_matmul_precision()`. On Hopper, up to D 128, "highest" adds up three
+    TF32 products for each, with the error of a float32 product. Autocast casts q, k and v first.
     Raises RidgelineError if shapes, strides, dtypes, devices or options do not match the above, or if `impl` cannot run
     the call.
     """
