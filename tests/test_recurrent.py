@@ -453,7 +453,7 @@ def test_which_calls_have_all_chunks_side_by_side() -> None:
     with ridgeline.device.pretend("sm_90"):
         assert serving((8, 4096, 16, 128), half) == {"gluon", "triton_chunks"}
         assert serving((8, 4096, 16, 64), half) == {"triton_chunks"}
-        assert serving((1, 32768, 16, 128), half, 8) == {"triton_chunks"}
+        assert serving((1, 32768, 16, 128), half, 8) == {"gluon", "triton_chunks"}
         assert serving((8, 4096, 16, 128), half, channels=128) == {"triton"}  # a gate per channel
         assert serving((8, 4096, 16, 256), half) == {"triton"}  # too wide
         assert serving((8, 4096, 16, 128), torch.float32) == {"triton"}
@@ -465,6 +465,14 @@ def test_which_calls_have_all_chunks_side_by_side() -> None:
         q = torch.empty((8, 4096, 16, 128), dtype=half, device="meta")
         inputs = q, q, q, None, None, None, None, 1.0, "ieee"
         assert select(get("linear_attention"), None, *inputs, kernels=True).name == "gluon"
+        backward = (get("linear_attention"), None, q, None, *inputs)
+        assert select(*backward, direction="bwd", kernels=True).name == "gluon"
+        rows, gate = (torch.empty((8, 4096, 64, *more), dtype=half, device="meta") for more in ([64], []))
+        for shared, expected in ((1, "gluon_chunks"), (16, "triton_chunks")):  # heads that share B and C
+            one = torch.empty((8, 4096, shared, 128), dtype=half, device="meta")
+            inputs = one, one, rows, gate, gate, None, None, None, 1.0, "ieee"
+            assert select(get("ssd"), None, *inputs, kernels=True).name == expected
+            assert select(get("ssd"), None, rows, None, *inputs, direction="bwd", kernels=True).name == expected
     with ridgeline.device.pretend("sm_80"):
         assert serving((8, 4096, 16, 128), half) == {"triton"}
 
