@@ -203,9 +203,7 @@ def test_who_serves(q: tuple[int, ...], k: tuple[int, ...], expected: str) -> No
     ("h200", 64, "high", "tf32"),
     ("b200", 64, "highest", "ieee"),  # untimed
 ], ids=str)  # fmt: skip
-def test_products_of_float32(
-    card: str, D: int, setting: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+def test_products_of_float32(card: str, D: int, setting: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full ones are three of TF32's on Hopper, in both directions."""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
     q, seen = torch.empty(2, 4, 300, D, device="meta").requires_grad_(), list[Launch]()
@@ -218,7 +216,7 @@ def test_products_of_float32(
 
 
 def test_few_queries_keep_one_product_of_float32() -> None:
-    """Their tiles have 64 rows, for which three products of TF32 are no good."""
+    """Their tiles have up to 64 rows. Such tiles faulted with three products of TF32."""
     q, k, seen = torch.empty(2, 64, 8, 80, device="meta"), torch.empty(2, 8, 4096, 80, device="meta"), list[Launch]()
     with devices.pretend("h200"), observe(seen.append):
         ridgeline.attention(q, k, k, impl="triton")

@@ -58,8 +58,9 @@ def shape(options: argparse.Namespace) -> Size:
 class Setup:
     """A model with its data and optimizer. `step(mode)` runs one of MODES and returns the loss, on the device.
 
-    It calls `mark` with "forward", "backward" and "optimizer" when the host has started each of them; with `graph`,
-    which makes a mode a CUDA graph when it first runs and replays that until another mode runs, with "graph" alone."""
+    It calls `mark` with "forward", "backward" and "optimizer" when the host has started each of them. With `graph` the
+    first step of a mode makes it a CUDA graph. Later steps replay that until another mode runs, and call `mark` with
+    "graph" alone."""
 
     size: Size
     model: Callable[..., torch.Tensor]  # compiled if asked for

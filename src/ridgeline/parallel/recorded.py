@@ -11,11 +11,9 @@ from ridgeline.parallel.compute import Machine
 from ridgeline.parallel.cost import stack
 from ridgeline.parallel.shapes import Shape, shape
 
-FLOAT32 = 50e12  # FLOP/s of float32 products in xl's recorded forward pass; the roof, for long sums, is 52
-SCALAR = (
-    22e12  # FLOP/s of float32 attention in three products of TF32: docs/notes/attention.md, 5.3 ms both ways at D 64
-)
-ONE = 6.0e12  # the same in float32 products, as when xl was recorded: the low end of 6 to 11
+# FLOP/s in float32: of products in xl's recorded forward pass (the roof, for long sums, is 52), of attention by three
+# products of TF32 (docs/notes/attention.md: 5.3 ms both ways at D 64), and as it was when xl was recorded (6 to 11).
+FLOAT32, ATTENTION, ATTENTION_BEFORE = 50e12, 22e12, 6e12
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Step:
     lasting: bool = False
     apart: bool = False
     parts: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    attention: float = SCALAR
+    attention: float = ATTENTION
 
 
 LM = "results/lm/h200.jsonl"
@@ -55,7 +53,7 @@ STEPS = (
          LM, parts=(0.01157, 0.01974, 0.00519)),
     Step("small, bfloat16", "small", 4, 512, 1, 0.01948, 0.0180, 0.0244,
          LM, parts=(0.00635, 0.00941, 0.00259)),
-    Step("xl, float32", "xl", 4, 512, 1, 0.99942, 0.9993, 0.9995, LM, True, attention=ONE),
+    Step("xl, float32", "xl", 4, 512, 1, 0.99942, 0.9993, 0.9995, LM, True, attention=ATTENTION_BEFORE),
     Step("large, float32", "large", 4, 512, 1, 0.30041, 0.2999, 0.3007, LM, True),
     Step("medium, float32", "medium", 4, 512, 1, 0.12293, 0.1224, 0.1233, LM, True),
     Step("small, float32", "small", 4, 512, 1, 0.04315, 0.0429, 0.0437, LM, True),
